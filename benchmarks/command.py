@@ -27,12 +27,13 @@ from multiring.benchmarks import launch
 from multiring.benchmarks.emulation import start as emulated_start
 from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.mpich import find_mpich
+from multiring.benchmarks.results import Results
 from multiring.commands.argument_types import number_of
 from multiring.errors import MultiringError, UsageError
 from multiring.rendezvous import launch_environment
 from multiring.rendezvous.launch_environment import Placement
 
-__all__ = ["BENCHMARKS", "Benchmark", "Outcome", "add_arguments", "main", "write_whole"]
+__all__ = ["BENCHMARKS", "Benchmark", "add_arguments", "main", "write_whole"]
 
 # Exit code of a command that Ctrl-C ended, as shells have it.
 INTERRUPTED = 130
@@ -63,24 +64,6 @@ BENCHMARKS = {
 }
 
 
-class Outcome(Protocol):
-    """What a benchmark has found."""
-
-    def to_json(self) -> str:
-        """Everything, as one JSON object."""
-
-    def render(self, style: str, columns: int | None) -> str:
-        """A text to print.
-
-        Args:
-            style: "rich", "markdown" or "compact".
-            columns: Width of the terminal that shows it, which may have colours; None: a file or a pipe.
-        """
-
-    def draw(self, path: Path) -> None:
-        """Writes a PNG to `path`, whose name may end otherwise."""
-
-
 class Benchmark(Protocol):
     """What a benchmark's module holds."""
 
@@ -92,14 +75,13 @@ class Benchmark(Protocol):
         ranks if "mpi" is among them.
         """
 
-    def run(self, comm: Communicator, args: argparse.Namespace) -> Outcome:
-        """Measures; called on all ranks, each already on its processor; the same outcome on all.
+    def run(self, comm: Communicator, args: argparse.Namespace) -> Results:
+        """Measures; called on all ranks, each already on its processor; the same results on all.
 
         Args:
             comm: All ranks.
             args: The options, and besides: `peers`, a list; `cores`, how many processors the ranks have
-                together; `shown_as`, the command line; `launcher`, as `Placement.launcher`;
-                `progress_terminal`, for `progress.open_progress`.
+                together; `shown_as`, the command line; `launcher`, as `Placement.launcher`.
         """
 
 
@@ -226,7 +208,6 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # What the process that starts the ranks tells them about itself.
     parser.add_argument("--shown-as", help=argparse.SUPPRESS)
-    parser.add_argument("--progress-terminal", help=argparse.SUPPRESS)
     parser.add_argument("--columns", type=int, help=argparse.SUPPRESS)
 
 
@@ -253,8 +234,6 @@ def _check_outputs(options: argparse.Namespace) -> None:
 def _seen_by_ranks(options: argparse.Namespace) -> list[str]:
     """Options that tell the ranks, whose output is a pipe, what the user sees."""
     words = [f"--shown-as={options.shown_as}"]
-    if sys.stderr.isatty():
-        words.append(f"--progress-terminal={os.ttyname(sys.stderr.fileno())}")
     if sys.stdout.isatty():
         words.append(f"--columns={shutil.get_terminal_size().columns}")
     return words
@@ -293,7 +272,7 @@ def _run_rank(name: str, benchmark: Benchmark, options: argparse.Namespace, plac
     return code
 
 
-def _publish(found: Outcome, options: argparse.Namespace) -> None:
+def _publish(found: Results, options: argparse.Namespace) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # rules between lines are not in every encoding
     # Printed first: whatever happens to the files, this is not lost. Whether our own stdout is a

@@ -1,27 +1,24 @@
-"""What the results of all benchmarks have in common: how they were run, their file, and tables as text."""
+"""What the results of all benchmarks have in common: how they were run, are shown and are written."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any
 
 from multiring import Communicator
+from multiring.benchmarks import plot, table
 from multiring.benchmarks.machine import Machine
-from multiring.models.errors import DataError
 
-__all__ = ["Results", "Table", "markdown", "markdown_table", "rich"]
-
-Table = tuple[str, list[str], list[list[str]]]
-"""Title, columns and cells."""
+__all__ = ["Results"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Results(ABC):
     """How a benchmark was run. What it has measured is added by those that derive from it.
 
@@ -31,21 +28,23 @@ class Results(ABC):
         machine: Where, and with what.
         ranks: How many.
         date: When, in ISO format with the offset from UTC.
+        hosts: Emulated ones, as `--emulate` and `--rate` have them; empty: the ranks were on one host.
+        left_out: What was not measured, and what adds it; empty: none to speak of.
     """
-
-    kind: ClassVar[str]  # of the file
 
     command: str
     launcher: str
     machine: Machine
     ranks: int
     date: str
+    hosts: str = ""
+    left_out: str = ""
 
     @staticmethod
     def run_fields(
         comm: Communicator, args: argparse.Namespace, versions: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """The attributes of this run. Collective.
+        """The attributes of this run but `left_out`. Collective.
 
         Args:
             comm: All ranks.
@@ -58,52 +57,58 @@ class Results(ABC):
             "machine": Machine.here(args.cores, mpi="mpi" in args.peers, others=versions),
             "ranks": comm.size,
             "date": comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
+            "hosts": "" if args.emulation is None else str(args.emulation),
         }
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The results that `to_json` has written.
-
-        Raises:
-            DataError: The text is something else.
-        """
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            if fields.pop("kind") != cls.kind:
-                raise ValueError(f"it is no {cls.kind!r}")
-            return cls(machine=Machine(**fields.pop("machine")), **cls.measured_from(fields))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"no results of `{cls.kind}`: {error!r}") from error
-
-    @classmethod
+    @property
     @abstractmethod
-    def measured_from(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """The attributes but `machine`, from what JSON holds of them."""
+    def what(self) -> str:
+        """What was measured."""
 
+    @abstractmethod
+    def tables(self, *, compact: bool) -> Sequence[table.Table]:
+        """The tables, in short or at length."""
 
-def markdown(tables: Sequence[Table]) -> str:
-    """Tables as GitHub shows them, below each other."""
-    return "\n\n".join(markdown_table(columns, rows, columns[:1]) for _, columns, rows in tables)
+    @abstractmethod
+    def panels(self) -> Sequence[Sequence[plot.Panel]]:
+        """The picture, by row."""
 
+    @abstractmethod
+    def derived(self) -> dict[str, Any]:
+        """What follows from what was measured, and takes the place of attributes of the same name."""
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
-    """A table as GitHub shows it; the columns named in `left` hold words."""
-    rule = [":--" if name in left else "--:" for name in columns]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
+    def to_json(self) -> str:
+        """Everything, as one JSON object."""
+        return json.dumps({**asdict(self), **self.derived()}, indent=2, allow_nan=False)
 
+    def render(self, style: str, columns: int | None) -> str:
+        """A text to print.
 
-def rich(tables: Sequence[Table], columns: int | None, *, wrap: bool = False) -> str:
-    """Tables for a terminal of so many columns; None: plain, for a file."""
-    from rich.console import Console
-    from rich.table import Table as RichTable
+        Args:
+            style: "rich", "markdown" or "compact".
+            columns: Width of the terminal that shows it, which may have colours; None: a file or a pipe.
+        """
+        first, second = self._describe()
+        tables = self.tables(compact=style == "compact")
+        if style == "rich":
+            above = (first, second, f"{self.date}: {self.command}")
+            return table.rich(above, tables, (self.left_out,) if self.left_out else (), columns)
+        left_out = f" {self.left_out}." if self.left_out else ""
+        return table.markdown(tables, f"`{self.command}`, {self.date}: {first}; {second}.{left_out}")
 
-    stream = io.StringIO()
-    console = Console(file=stream, width=columns or 120, force_terminal=columns is not None)
-    for title, names, rows in tables:
-        table = RichTable(title=title, title_justify="left")
-        for index, name in enumerate(names):
-            table.add_column(name, justify="right" if index else "left", no_wrap=not wrap)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    return stream.getvalue().rstrip("\n")
+    def draw(self, path: Path) -> None:
+        """Writes a PNG to `path`, whose name may end otherwise."""
+        plot.draw("\n".join(self._describe()), self.panels(), path)
+
+    def _describe(self) -> tuple[str, str]:
+        """Lines that say what was measured, where and with what."""
+        machine = self.machine
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        cores = f"{machine.cores} processor{'s' if machine.cores > 1 else ''}"
+        memory = "" if machine.memory is None else f", {machine.memory / 2**30:.0f} GiB"
+        versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
+        where = f" of emulated hosts ({self.hosts}), all" if self.hosts else ""
+        return (
+            f"{self.what} over {ranks}{where} on {machine.processor}, {cores}{memory}",
+            f"{machine.kernel}, Python {machine.python}, {versions}",
+        )

@@ -17,7 +17,7 @@ from multiring.benchmarks.collectives.cases import (
     add_case_arguments,
     measure_cases,
 )
-from multiring.benchmarks.collectives.results import LIMIT_BYTES, Report, Row
+from multiring.benchmarks.collectives.results import ALLREDUCE, LIMIT_BYTES, Report
 from multiring.benchmarks.contenders import Contender, Elsewhere, FloatArray, make_contenders
 from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.measure import Sum
@@ -107,7 +107,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
     mpich = None if args.mpich is None else _add_mpich(comm, contenders, args)
     task = Sum(comm.rank, comm.size)
     cases = [
-        Case("allreduce", size, size // ITEM, contenders, task, _crossing(args.emulation, size))
+        Case(ALLREDUCE, size, size // ITEM, contenders, task, _crossing(args.emulation, size))
         for size in args.sizes
     ]
     measured = measure_cases(comm, args, cases)
@@ -116,8 +116,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
     names = [contender.name for contender in contenders]
     return Report(
         **Report.run_fields(comm, args, None if mpich is None else mpich.versions),
-        hosts="" if args.emulation is None else str(args.emulation),
-        rows=tuple(Row(one.contender, one.bytes, one.sample, one.sent) for one in measured),
+        rows=tuple(measured),
         left_out=_LEFT_OUT if args.peers and NAME not in names else "",
     )
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from multiring import Communicator
-from multiring.benchmarks.collectives.progress import open_progress
-from multiring.benchmarks.collectives.results import LIMIT, LIMIT_BYTES
-from multiring.benchmarks.collectives.table import size_text, time_text
+from multiring.benchmarks.collectives.results import ALLREDUCE, LIMIT, LIMIT_BYTES, Row
 from multiring.benchmarks.contenders import PEERS, Contender, Elsewhere
 from multiring.benchmarks.emulation.start import Emulation
-from multiring.benchmarks.emulation.traffic import LOOPBACK, Sent
+from multiring.benchmarks.emulation.traffic import LOOPBACK
 from multiring.benchmarks.measure import Meeting, Pace, Sample, Task, measure
+from multiring.benchmarks.table import size_text, time_text
 from multiring.commands.argument_types import array_sizes, wall_seconds
 from multiring.errors import InternalError
 
@@ -24,7 +24,6 @@ __all__ = [
     "LATER_COLUMNS",
     "Case",
     "Crossing",
-    "Measured",
     "add_case_arguments",
     "check_crossed",
     "measure_cases",
@@ -73,7 +72,6 @@ class Case(Generic[Arrays]):
         contenders: Who does it.
         task: What it is.
         crossing: What it needs of emulated hosts; None: the ranks are not on any.
-        labels: What progress shows before the size.
     """
 
     operation: str
@@ -82,26 +80,6 @@ class Case(Generic[Arrays]):
     contenders: Sequence[Contender[Arrays] | Elsewhere]
     task: Task[Arrays]
     crossing: Crossing | None
-    labels: tuple[str, ...] = field(default=())
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one contender took, or what is the limit.
-
-    Attributes:
-        operation: As `Case.operation`.
-        contender: Its name.
-        bytes: As `Case.bytes`.
-        sample: Seconds.
-        sent: As `Row.sent`.
-    """
-
-    operation: str
-    contender: str
-    bytes: int
-    sample: Sample
-    sent: Sent = field(default_factory=dict)
 
 
 def add_case_arguments(
@@ -153,10 +131,10 @@ def _peers(text: str) -> list[str]:
     return names
 
 
-def measure_cases(
-    comm: Communicator, args: argparse.Namespace, cases: Sequence[Case[Arrays]]
-) -> list[Measured]:
-    """Measures one case after the other; on emulated hosts the limit follows the contenders. Collective.
+def measure_cases(comm: Communicator, args: argparse.Namespace, cases: Sequence[Case[Arrays]]) -> list[Row]:
+    """Measures one case after the other, with a line on stderr for each. Collective.
+
+    On emulated hosts the limit follows the contenders.
 
     Raises:
         InternalError: A contender's result is wrong, or did not cross the emulated links, or a rank does
@@ -165,41 +143,39 @@ def measure_cases(
     emulation: Emulation | None = args.emulation
     meeting = Meeting(comm, args.cores, emulated=emulation is not None)
     pace, short = Pace(seconds=args.seconds), Pace(seconds=min(args.seconds, 0.2))
-    measured: list[Measured] = []
+    measured: list[Row] = []
     warm: set[str] = set()
-    with open_progress(len(cases), args.progress_terminal, shown=comm.rank == 0) as progress:
-        for case in cases:
-            title = " ".join((*case.labels, size_text(case.bytes)))
-            progress.begin(title)
-            if case.operation not in warm:
-                # What happens once only, in any of the libraries, and what their threads still do from the
-                # start.
-                measure(comm, case.contenders, case.task, case.count, short, meeting)
-                warm.add(case.operation)
-            found = measure(comm, case.contenders, case.task, case.count, pace, meeting)
-            new = [
-                Measured(case.operation, contender.name, case.bytes, *one)
-                for contender, one in zip(case.contenders, found, strict=True)
-            ]
+    for case in cases:
+        if case.operation not in warm:
+            # What happens once only, in any of the libraries, and what their threads still do from the start.
+            measure(comm, case.contenders, case.task, case.count, short, meeting)
+            warm.add(case.operation)
+        found = measure(comm, case.contenders, case.task, case.count, pace, meeting)
+        new = [
+            Row(contender.name, case.bytes, *one, case.operation)
+            for contender, one in zip(case.contenders, found, strict=True)
+        ]
+        measured += new
+        if emulation is not None:
+            measured.append(_limit(emulation, case, new))
+        if comm.rank == 0:
+            title = "" if case.operation == ALLREDUCE else f"{case.operation} "
             line = ", ".join(f"{one.contender} {time_text(one.sample.median)} us" for one in new)
-            measured += new
-            if emulation is not None:
-                measured.append(_limit(emulation, case, new))
-            progress.done(f"{title}: {line}")
+            print(f"{title}{size_text(case.bytes)}: {line}", file=sys.stderr, flush=True)
     return measured
 
 
-def _limit(emulation: Emulation, case: Case[Arrays], measured: Sequence[Measured]) -> Measured:
+def _limit(emulation: Emulation, case: Case[Arrays], measured: Sequence[Row]) -> Row:
     """The limit by calculation, once it is seen that all bytes have crossed the links."""
     assert case.crossing is not None
     for contender, one in zip(case.contenders, measured, strict=True):
         if contender.exact:
             check_crossed(one, case.crossing)
     seconds = case.crossing.busiest / emulation.bytes_per_second
-    return Measured(case.operation, LIMIT, case.bytes, Sample(seconds, seconds, seconds, 0))
+    return Row(LIMIT, case.bytes, Sample(seconds, seconds, seconds, 0), collective=case.operation)
 
 
-def check_crossed(measured: Measured, crossing: Crossing) -> None:
+def check_crossed(measured: Row, crossing: Crossing) -> None:
     """Sees that the hosts' links have carried what has to cross them.
 
     Raises:
@@ -207,10 +183,10 @@ def check_crossed(measured: Measured, crossing: Crossing) -> None:
     """
     crossed = sum(sum(hosts) for name, hosts in measured.sent.items() if name != LOOPBACK)
     if crossed < crossing.together:
-        article = "an" if measured.operation[0] == "a" else "a"
+        article = "an" if measured.collective[0] == "a" else "a"
         raise InternalError(
             f"{measured.contender} sent {crossed:.0f} B over the links of the emulated hosts for {article} "
-            f"{measured.operation} of {measured.bytes} B, where {crossing.together:.0f} B have to cross "
+            f"{measured.collective} of {measured.bytes} B, where {crossing.together:.0f} B have to cross "
             "them: the rest went through memory, which hosts do not share; look for settings of it in the "
             "environment, as UCX_TLS or FI_PROVIDER"
         )

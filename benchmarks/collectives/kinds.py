@@ -37,7 +37,6 @@ class Collective:
             which block of it that is.
         crossing: What has to cross from host to host, in units of the array's size, for a number of hosts and
             of ranks on each.
-        bus: By which factor bus bandwidth differs from algorithm bandwidth, for a number of ranks.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Collective:
     gives: bool
     source: Callable[[int, int], tuple[int | None, int]]
     crossing: Callable[[int, int], Crossing]
-    bus: Callable[[int], float]
     root_takes: bool = False
     root_gives: bool = False
     in_place: bool = False
@@ -73,10 +71,6 @@ def _share(hosts: int) -> float:
     return (hosts - 1) / hosts
 
 
-def _without_own(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
 _ALL = (
     Collective(
         "broadcast",
@@ -85,7 +79,6 @@ _ALL = (
         source=lambda rank, block: (ROOT, block),
         # Every other host receives the array once, and the root's sends it once where they pass it on.
         crossing=lambda hosts, ranks: Crossing(1.0, hosts - 1.0),
-        bus=lambda ranks: 1.0,
         in_place=True,
     ),
     Collective(
@@ -95,7 +88,6 @@ _ALL = (
         source=lambda rank, block: (block, 0),
         # Every host receives what the ranks of the others have.
         crossing=lambda hosts, ranks: Crossing(_share(hosts), hosts - 1.0),
-        bus=_without_own,
     ),
     Collective(
         "reduce_scatter",
@@ -104,7 +96,6 @@ _ALL = (
         source=lambda rank, block: (None, rank),
         # Every host sends its ranks' sum of the blocks that belong to others.
         crossing=lambda hosts, ranks: Crossing(_share(hosts), hosts - 1.0),
-        bus=_without_own,
     ),
     Collective(
         "alltoall",
@@ -113,7 +104,6 @@ _ALL = (
         source=lambda rank, block: (block, rank),
         # Each of a host's ranks has an array of its own, of which it keeps its host's share.
         crossing=lambda hosts, ranks: Crossing(ranks * _share(hosts), ranks * (hosts - 1.0)),
-        bus=_without_own,
     ),
     Collective(
         "scatter",
@@ -122,7 +112,6 @@ _ALL = (
         source=lambda rank, block: (ROOT, rank),
         # The root's host sends what belongs to the ranks of others.
         crossing=lambda hosts, ranks: Crossing(_share(hosts), _share(hosts)),
-        bus=_without_own,
         root_takes=True,
     ),
     Collective(
@@ -132,7 +121,6 @@ _ALL = (
         source=lambda rank, block: (block, 0),
         # The root's host receives what the ranks of others have.
         crossing=lambda hosts, ranks: Crossing(_share(hosts), _share(hosts)),
-        bus=_without_own,
         root_gives=True,
     ),
 )

@@ -16,8 +16,7 @@ from multiring.benchmarks.collectives.cases import (
 )
 from multiring.benchmarks.collectives.kinds import COLLECTIVES, Blocks, Buffers
 from multiring.benchmarks.collectives.libraries import Library, OneCollective, join_libraries
-from multiring.benchmarks.collectives.report import CollectiveRow, CollectivesReport
-from multiring.benchmarks.collectives.results import LIMIT_BYTES
+from multiring.benchmarks.collectives.results import LIMIT_BYTES, Report
 from multiring.commands.argument_types import ITEM
 
 __all__ = ["DEFAULT_SIZES", "add_arguments", "run"]
@@ -99,7 +98,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def run(comm: Communicator, args: argparse.Namespace) -> CollectivesReport:
+def run(comm: Communicator, args: argparse.Namespace) -> Report:
     """Measures all collectives on all sizes; see `command.Benchmark`.
 
     Raises:
@@ -111,14 +110,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> CollectivesReport:
     measured = measure_cases(comm, args, list(_cases(comm, args, libraries)))
     for library in libraries:
         library.close()
-    return CollectivesReport(
-        **CollectivesReport.run_fields(comm, args),
-        hosts="" if args.emulation is None else str(args.emulation),
-        rows=tuple(
-            CollectiveRow(one.contender, one.bytes, one.sample, one.sent, collective=one.operation)
-            for one in measured
-        ),
-    )
+    return Report(**Report.run_fields(comm, args), rows=tuple(measured))
 
 
 def _cases(
@@ -132,4 +124,4 @@ def _cases(
             count = -(-size // (ITEM * comm.size))
             whole = count * ITEM * comm.size
             crossing = None if args.emulation is None else collective.crossing_of(args.emulation, whole)
-            yield Case(name, size, count, contenders, task, crossing, (name,))
+            yield Case(name, size, count, contenders, task, crossing)

@@ -14,7 +14,7 @@ import numpy as np
 
 from multiring import Communicator
 from multiring.benchmarks.contenders import Ordinary
-from multiring.benchmarks.gradients.adapter_report import AdapterReport
+from multiring.benchmarks.gradients.report import AdapterReport
 from multiring.benchmarks.gradients.training_speed import measure_training
 from multiring.benchmarks.measure import Meeting, durations
 from multiring.benchmarks.memory import return_freed_memory
@@ -80,6 +80,7 @@ def run(comm: Communicator, framework: Framework, module: str, args: argparse.Na
         core=tuple(core),
         adapter=tuple(adapter),
         training=training,
+        left_out=f"{training.own_way}: {training.own_way_missing}" if training.own_way_missing else "",
     )
 
 

@@ -11,7 +11,7 @@ import importlib.util
 from typing import Any
 
 from multiring import Communicator
-from multiring.benchmarks.command import Outcome
+from multiring.benchmarks.results import Results
 from multiring.commands.argument_types import number_of
 from multiring.commands.frameworks import FRAMEWORKS
 from multiring.errors import UsageError
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(peers=["gloo"] if importlib.util.find_spec("torch") is not None else [])
 
 
-def run(comm: Communicator, args: argparse.Namespace) -> Outcome:
+def run(comm: Communicator, args: argparse.Namespace) -> Results:
     """Measures; called on all ranks; the same report on all.
 
     Raises:

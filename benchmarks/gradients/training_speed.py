@@ -9,12 +9,10 @@ anything. What else the machine does meets all of them alike, and ratios are tak
 from __future__ import annotations
 
 import importlib
-import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -94,25 +92,6 @@ class TrainingSpeed:
     def over_own_way(self) -> Ratio | None:
         """How many times as fast as the framework's own way a training is."""
         return self.ratio(OWN, TOGETHER)
-
-    def to_json(self) -> str:
-        """Everything measured and, under "derived", what follows from it."""
-        ratios = {
-            "efficiency": self.efficiency,
-            "limit": self.limit,
-            "own_efficiency": self.own_efficiency,
-            "over_own_way": self.over_own_way,
-        }
-        derived = {
-            **{name: None if ratio is None else asdict(ratio) for name, ratio in ratios.items()},
-            "images_per_second": {kind: self.images_per_second(kind) for kind in self.seconds},
-        }
-        return json.dumps({**asdict(self), "derived": derived}, allow_nan=False)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> TrainingSpeed:
-        """From what `to_json` has written, parsed."""
-        return cls(**{name: value for name, value in fields.items() if name != "derived"})
 
 
 def measure_training(

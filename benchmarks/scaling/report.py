@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from multiring.benchmarks.results import markdown_table
+from multiring.benchmarks.plot import Line, Lines, draw
 from multiring.benchmarks.scaling.machine import CONTENDERS, OURS
 from multiring.benchmarks.scaling.results import Results
 from multiring.benchmarks.scaling.training import (
@@ -16,6 +16,7 @@ from multiring.benchmarks.scaling.training import (
     interpolate,
     step_seconds,
 )
+from multiring.benchmarks.table import Table
 
 __all__ = ["efficiency", "tables", "write"]
 
@@ -29,11 +30,11 @@ PUBLISHED = {4: 1.0, 8: 2.0, 16: 3.9, 32: 7.9, 64: 15.5, 128: 30.5, 256: 60.6}
 Columns = dict[str, Callable[[int], str]]
 
 _STYLES = {
-    OURS: ("#1f4e9c", "o"),
-    "ring": ("#d1600a", "^"),
-    "recursive doubling": ("#2e8b57", "D"),
-    "Open MPI's choice": ("#8e44ad", "v"),
-    "MPICH's choice": ("#7f7f7f", "s"),
+    OURS: ("#1f4e9c", "o", "-"),
+    "ring": ("#d1600a", "^", "-"),
+    "recursive doubling": ("#2e8b57", "D", "-"),
+    "Open MPI's choice": ("#8e44ad", "v", "-"),
+    "MPICH's choice": ("#7f7f7f", "s", "-"),
 }
 
 
@@ -67,7 +68,7 @@ def _table(ranks: Sequence[int], columns: Columns) -> str:
     """A row for each number of ranks; a column says what stands there for so many."""
     names = ["ranks", *columns]
     rows = [[str(count), *(cell(count) for cell in columns.values())] for count in ranks]
-    return markdown_table(names, rows, ())
+    return Table(names, rows).markdown()
 
 
 def _efficiencies(results: Results, images_per_second: float, names: Sequence[str]) -> Columns:
@@ -145,33 +146,19 @@ def write(results: Results, page: Path, picture: Path) -> None:
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     page.write_text(f"{before}{_BEGIN}\n\n{tables(results)}\n\n{_END}{after}")
-    _draw(results, picture)
+    title = "Simulated: ResNet-50, hosts of 4 ranks with one link of 100 Gbit/s each"
+    draw(title, [[_panel(results, IMAGES_PER_SECOND), _panel(results, FASTER * IMAGES_PER_SECOND)]], picture)
 
 
-def _draw(results: Results, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle("Simulated: ResNet-50, hosts of 4 ranks with one link of 100 Gbit/s each", fontsize=11)
-    for axes, speed in zip(
-        figure.subplots(1, 2), (IMAGES_PER_SECOND, FASTER * IMAGES_PER_SECOND), strict=True
-    ):
-        for name in CONTENDERS:
-            known = [ranks for ranks in _ranks(results) if _cell(results, name, ranks, speed) != "-"]
-            colour, marker = _STYLES[name]
-            values = [100 * efficiency(results, name, ranks, speed) for ranks in known]
-            axes.plot(known, values, color=colour, marker=marker, label=name)
-        if speed == IMAGES_PER_SECOND:
-            shown = {ranks: 100 * value * 4 / ranks for ranks, value in PUBLISHED.items()}
-            axes.plot(list(shown), list(shown.values()), "k--", marker="x", label="published, 2017")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(_ranks(results), [str(ranks) for ranks in _ranks(results)])
-        axes.set_title(f"{speed:.0f} images/s on each rank", fontsize=10)
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("efficiency %")
-        axes.set_ylim(0, 103)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110, format="png")
+def _panel(results: Results, images_per_second: float) -> Lines:
+    lines = []
+    for name in CONTENDERS:
+        cells = [(ranks, _cell(results, name, ranks, images_per_second)) for ranks in _ranks(results)]
+        known = [ranks for ranks, cell in cells if cell != "-"]
+        values = [100 * efficiency(results, name, ranks, images_per_second) for ranks in known]
+        lines.append(Line(name, _STYLES[name], known, values))
+    if images_per_second == IMAGES_PER_SECOND:
+        shown = [100 * speedup * 4 / ranks for ranks, speedup in PUBLISHED.items()]
+        lines.append(Line("published, 2017", ("black", "x", "--"), list(PUBLISHED), shown))
+    title = f"{images_per_second:.0f} images/s on each rank"
+    return Lines(title, "ranks", "efficiency %", lines, lambda ranks: f"{ranks:.0f}", most=103)

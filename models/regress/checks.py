@@ -22,55 +22,26 @@ class Check:
 
     Attributes:
         name: As in `--checks`.
-        title: As in tables and reports.
-        explanation: What it checks and how that is measured.
+        title: As in the table.
+        question: What it answers.
     """
 
     name: str
     title: str
-    explanation: str
+    question: str
 
 
 CHECKS = {
     check.name: check
     for check in (
+        Check("agreement", "like other frameworks", "does a framework compute what the others compute?"),
+        Check("following", "N ranks like one", "do N ranks of batch B train like one rank of batch N*B?"),
+        Check("bits", "same bits on all ranks", "do all ranks hold the same bits after every training?"),
         Check(
-            "agreement",
-            "like other frameworks",
-            "One rank. Class scores and first gradients of one batch, and losses and weights of a short "
-            "training in float64, against the oracle: Torch in float64 (without Torch the first framework "
-            "that is there). Limits: 1e-4 in float32, 1e-9 in float64.",
+            "accuracy", "test accuracy", f"are {ACCURACY:.0%} of the test images of the digits read right?"
         ),
         Check(
-            "following",
-            "N ranks like one",
-            "Loss of every step, and weights and running statistics after the last one, against those of "
-            "one rank on the same global batches, with normalisation over the global batch. Three "
-            "trainings: float32 (limit 1e-4), float64 (1e-9), and float64 with a global batch that ranks "
-            "cannot share evenly, in its last steps of one image, so that other ranks have none (1e-9).",
-        ),
-        Check(
-            "bits",
-            "same bits on all ranks",
-            "After every training of the other checks all ranks compare hashes: the trainer's own over all "
-            "that it keeps in step, and one over the weights as they are read back.",
-        ),
-        Check(
-            "accuracy",
-            "test accuracy",
-            "The training of `multiring train` on scikit-learn's digits (1,433 real images), then the share "
-            f"of right answers on its 364 test images: at least {ACCURACY:.0%}. On the largest of the "
-            "numbers of ranks that have a processor each.",
-        ),
-        Check(
-            "speed",
-            "scaling efficiency",
-            f"Training steps of ResNet-20 (batch {SPEED_BATCH} a rank, images of 32 x 32, float32), each "
-            "rank normalising for itself: all ranks in step; every rank alone, at the same time; and the "
-            "framework's own way, if it has one (DistributedDataParallel over Gloo, "
-            "MultiWorkerMirroredStrategy, ChainerMN over mpi4py). They take short turns within one run. "
-            "Efficiency: the time alone over the time in step, the median over the turns. Judged against "
-            "the baseline only.",
+            "speed", "scaling efficiency", "what does keeping in step cost, beside the framework's own way?"
         ),
     )
 }

@@ -9,17 +9,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
+
+from rich.console import Console
 
 from multiring import machine
 from multiring.benchmarks import launch
 from multiring.benchmarks.command import write_whole
 from multiring.benchmarks.gradients.training_speed import TrainingSpeed
 from multiring.benchmarks.machine import Machine
+from multiring.commands.env import versions
 from multiring.commands.frameworks import FRAMEWORKS, Framework
 from multiring.errors import UsageError
 from multiring.models.errors import DataError
@@ -27,12 +30,11 @@ from multiring.models.regress import baseline as baselines
 from multiring.models.regress.baseline import Baseline
 from multiring.models.regress.judge import Verdict, judge
 from multiring.models.regress.junit import to_junit
-from multiring.models.regress.live import open_view, summary
 from multiring.models.regress.options import Options, add_arguments, parse
 from multiring.models.regress.outcome import Outcome, Outcomes, State
 from multiring.models.regress.page import to_html
-from multiring.models.regress.plan import Job, Plan, make_plan
-from multiring.models.regress.report import Report, collect_curves, framework_versions
+from multiring.models.regress.plan import Cell, Job, Plan, make_plan
+from multiring.models.regress.report import Report, show
 from multiring.models.regress.runner import Runner
 
 __all__ = ["add_arguments", "main", "regress"]
@@ -40,6 +42,8 @@ __all__ = ["add_arguments", "main", "regress"]
 INTERRUPTED, TERMINATED = 130, 143
 # How often speed is measured before a fall is believed.
 ATTEMPTS = 3
+# Where the output is no terminal: as wide as the table.
+COLUMNS = 160
 
 
 class _Terminated(KeyboardInterrupt):
@@ -81,11 +85,26 @@ class _Run:
     plan: Plan
     cpus: list[int]
     baseline: Baseline | None
-    outcomes: Outcomes
+    outcomes: Outcomes = field(default_factory=dict)
+    tasks: int = 0
+    ended: int = 0
     interrupted: int = 0
 
-    def verdicts(self, over: bool = True) -> list[Verdict]:
-        return judge(self.plan, self.outcomes, over=over)
+    def verdicts(self) -> list[Verdict]:
+        return judge(self.plan, self.outcomes)
+
+    def perform(self, jobs: tuple[Job, ...]) -> None:
+        self.tasks += sum(len(job.tasks) for job in jobs)
+        Runner(jobs, self.plan.setup, self.cpus, self.options.time_limit, self._note).run()
+
+    def _note(self, job: Job, task: str, outcome: Outcome) -> None:
+        """A line for every task, since frameworks take their time."""
+        self.outcomes[job.framework.name, job.ranks, task] = outcome
+        self.ended += 1
+        if outcome.state is not State.INTERRUPTED:
+            how = f"done in {outcome.seconds:.0f} s" if outcome.state is State.DONE else outcome.why
+            place = f"[{self.ended}/{self.tasks}]"
+            print(f"{place} {Cell(job.framework.name, job.ranks, task)}: {how}", flush=True)
 
 
 def regress(options: Options, frameworks: Mapping[str, Framework]) -> int:
@@ -100,22 +119,14 @@ def regress(options: Options, frameworks: Mapping[str, Framework]) -> int:
     cpus = _cpus()
     plan, skipped = _plan(options, frameworks, len(cpus))
     found = _read_baseline(options)
-    run = _Run(options, plan, cpus, found, {})
-    with open_view(sys.stdout, plan.titles) as view:
-
-        def perform(jobs: tuple[Job, ...]) -> None:
-            runner = Runner(jobs, plan.setup, cpus, options.time_limit)
-            runner.outcomes = run.outcomes
-            runner.run(lambda: view.show(run.verdicts(over=False), runner.now()))
-
-        try:
-            perform(plan.jobs)
-            _measure_again(run, perform)
-        except KeyboardInterrupt as signalled:
-            run.interrupted = TERMINATED if isinstance(signalled, _Terminated) else INTERRUPTED
-        view.show(run.verdicts(), {})
+    run = _Run(options, plan, cpus, found)
+    try:
+        run.perform(plan.jobs)
+        _measure_again(run)
+    except KeyboardInterrupt as signalled:
+        run.interrupted = TERMINATED if isinstance(signalled, _Terminated) else INTERRUPTED
     report = _report(run, skipped, frameworks, date, time.monotonic() - began)
-    summary(report, sys.stdout)
+    show(report, Console(width=None if sys.stdout.isatty() else COLUMNS))
     _write(report, options)
     if run.interrupted:
         return run.interrupted
@@ -203,7 +214,7 @@ def _why_no_mpi() -> str | None:
     return None
 
 
-def _measure_again(run: _Run, perform: Callable[[tuple[Job, ...]], None]) -> None:
+def _measure_again(run: _Run) -> None:
     """Where speed has fallen it may have been a busy moment: the best of several runs counts."""
     for _ in range(ATTEMPTS - 1):
         if run.baseline is None:
@@ -217,7 +228,7 @@ def _measure_again(run: _Run, perform: Callable[[tuple[Job, ...]], None]) -> Non
             for job in run.plan.jobs
             if job.undisturbed and (job.framework.name, job.ranks, "speed") in before
         )
-        perform(jobs)
+        run.perform(jobs)
         for key, outcome in before.items():
             run.outcomes[key] = _better(outcome, run.outcomes[key])
 
@@ -225,7 +236,7 @@ def _measure_again(run: _Run, perform: Callable[[tuple[Job, ...]], None]) -> Non
 def _better(first: Outcome, second: Outcome) -> Outcome:
     """The one with the higher efficiency."""
     done = [outcome for outcome in (first, second) if outcome.state is State.DONE]
-    return max(done, key=lambda outcome: TrainingSpeed.from_dict(outcome.values).efficiency.median)
+    return max(done, key=lambda outcome: TrainingSpeed(**outcome.values).efficiency.median)
 
 
 def _report(
@@ -243,17 +254,25 @@ def _report(
         date=date,
         seconds=seconds,
         machine=Machine.here(len(run.cpus), mpi=False),
-        setup=run.plan.setup,
-        titles=run.plan.titles,
-        versions=framework_versions(frameworks),
-        oracle=run.plan.oracle,
+        versions=_versions(frameworks),
+        plan=run.plan,
         verdicts=tuple(verdicts),
+        outcomes=run.outcomes,
         skipped=skipped,
         regressions=tuple(regressions),
         baseline=against,
         interrupted=bool(run.interrupted),
-        curves=collect_curves(run.outcomes),
     )
+
+
+def _versions(frameworks: Mapping[str, Framework]) -> dict[str, str]:
+    """Version of each framework that is installed; nothing is imported."""
+    installed = versions()
+    return {
+        name: installed[found[0]]
+        for name, framework in frameworks.items()
+        if (found := [each for each in framework.distributions if each in installed])
+    }
 
 
 def _shown(path: Path) -> str:
@@ -264,15 +283,11 @@ def _write(report: Report, options: Options) -> None:
     directory = options.report
     if directory is None:
         return
-    texts = {
-        "report.json": report.to_json() + "\n",
-        "junit.xml": to_junit(report),
-        "index.html": to_html(report),
-    }
-    for name, text in texts.items():
-        _write_text(directory / name, text)
-    print(f"{directory / 'index.html'} shows it; report.json and junit.xml are beside it", flush=True)
+    _write_text(directory / "junit.xml", to_junit(report))
+    _write_text(directory / "index.html", to_html(report))
+    print(f"{directory / 'index.html'} shows it; junit.xml is beside it", flush=True)
 
 
 def _write_text(path: Path, text: str) -> None:
-    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    # What programs print may hold what UTF-8 does not.
+    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8", errors="replace"))

@@ -28,7 +28,6 @@ class Status(StrEnum):
     FAIL = "fail"  # measured, and wrong
     ERROR = "error"  # could not be measured: a crash, a hang, a framework that should be there
     SKIP = "skip"  # there is nothing to check
-    WAIT = "wait"  # not yet
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,9 @@ def relative_difference(found: Array, expected: Array) -> float:
     return difference / largest if largest > 0 else float("inf")
 
 
-def judge(plan: Plan, outcomes: Outcomes, *, over: bool = True) -> list[Verdict]:
-    """Judge every cell of the plan.
-
-    Args:
-        plan: What was to be done.
-        outcomes: What has become of it.
-        over: Whether what is not there will not come any more.
-    """
-    return [_Case(plan, outcomes, cell, over).verdict() for cell in plan.cells]
+def judge(plan: Plan, outcomes: Outcomes) -> list[Verdict]:
+    """Judge every cell of the plan by what has become of its tasks."""
+    return [_Case(plan, outcomes, cell).verdict() for cell in plan.cells]
 
 
 class _NotThereError(Exception):
@@ -125,7 +118,6 @@ class _Case:
     plan: Plan
     outcomes: Outcomes
     cell: Cell
-    over: bool
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -200,8 +192,6 @@ class _Case:
             if (job.framework.name, job.ranks) != (cell.framework, cell.ranks):
                 continue
             for task in job.tasks:
-                if not self.over and (cell.framework, cell.ranks, task) not in self.outcomes:
-                    raise _NotThereError(Status.WAIT, "")
                 if task.startswith("train-"):  # where it has failed there is nothing to compare after it
                     self._need(cell.framework, cell.ranks, task)
 
@@ -213,7 +203,7 @@ class _Case:
 
     def _speed(self) -> Iterator[Metric]:
         outcome = self._need(self.cell.framework, self.cell.ranks, "speed")
-        speed = TrainingSpeed.from_dict(outcome.values)
+        speed = TrainingSpeed(**outcome.values)
         yield Metric("efficiency", speed.efficiency.median)
         yield Metric("images/s", speed.images_per_second(TOGETHER))
         if speed.over_own_way is not None:
@@ -240,9 +230,7 @@ class _Case:
     def _need(self, framework: str, ranks: int, task: str, whose: str = "") -> Outcome:
         outcome = self.outcomes.get((framework, ranks, task))
         if outcome is None:
-            if self.over:
-                raise _NotThereError(Status.SKIP, "not run")
-            raise _NotThereError(Status.WAIT, "")
+            raise _NotThereError(Status.SKIP, "not run")
         if outcome.state in (State.DONE, State.UNAVAILABLE):
             self.seconds += outcome.seconds
             return outcome

@@ -52,7 +52,7 @@ def _case(verdict: Verdict) -> ElementTree.Element:
             "time": f"{verdict.seconds:.3f}",
         },
     )
-    kinds = {Status.FAIL: "failure", Status.ERROR: "error", Status.SKIP: "skipped", Status.WAIT: "skipped"}
+    kinds = {Status.FAIL: "failure", Status.ERROR: "error", Status.SKIP: "skipped"}
     if verdict.status in kinds:
         element = ElementTree.SubElement(
             case, kinds[verdict.status], {"message": _clean(verdict.text), "type": str(verdict.status)}

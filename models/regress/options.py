@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ class Options:
         checks: Names out of `CHECKS`.
         setup: The setting.
         time_limit: Seconds that one task may take.
-        report: Directory for HTML, JSON and JUnit XML.
+        report: Directory for HTML and JUnit XML.
         baseline: What to compare with; None: nothing.
         write_baseline: Write it instead.
         shown_as: The command line.
@@ -48,19 +47,12 @@ class Options:
     shown_as: str
 
 
-_MEASURED = """\
-A framework and a number of ranks get a job of their own, with ranks of one thread, each on a processor of its
-own as far as there are enough. Weights, images and their order are the same everywhere, and a global batch is
-shared by the ranks. A difference is relative: the largest of any element over the largest absolute value of
-the tensor that it is compared with. Steps are timed in jobs of their own, with nothing beside them. A job
-that crashes or hangs fails its check, and the rest goes on.
-"""
-_BASELINE = f"""\
-Every check that passed in it has to be made and to pass. Ratios of speed (efficiency, and times the
-framework's own way) may fall to {MARGIN:.0%} of it; below that they are measured again before it counts. A
-regression names framework, number of ranks and metric.
-"""
-_END = """\
+_EPILOG = f"""\
+checks:
+{chr(10).join(f"  {check.name:<10} {check.question}" for check in CHECKS.values())}
+
+Ratios of speed may fall to {MARGIN:.0%} of the baseline; below that they are measured again before it counts.
+
 exit code:
   0    every check passed
   1    a check failed or could not be made, or something is worse than in the baseline
@@ -74,22 +66,10 @@ examples:
 """
 
 
-def _explanation() -> str:
-    def paragraph(text: str, indent: str) -> str:
-        return textwrap.fill(" ".join(text.split()), 100, initial_indent=indent, subsequent_indent=indent)
-
-    lines = ["checks:"]
-    for check in CHECKS.values():
-        lines += [f"  {check.name}: {check.title}", paragraph(check.explanation, " " * 6)]
-    lines += ["", "how it is measured:", paragraph(_MEASURED, "  ")]
-    lines += ["", "the baseline:", paragraph(_BASELINE, "  "), "", _END]
-    return "\n".join(lines)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options, and explain the checks."""
+    """Add the options, and say what the checks are."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _explanation()
+    parser.epilog = _EPILOG
     parser.add_argument(
         "--frameworks",
         type=_names,
@@ -126,9 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a minute's worth: agreement, following and bits over a few steps",
     )
-    parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="write index.html, report.json and junit.xml there"
-    )
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write index.html and junit.xml there")
     parser.add_argument(
         "--baseline",
         type=Path,

@@ -1,41 +1,24 @@
-"""Everything that one run of `multiring regress` has found, and its JSON."""
+"""Everything that one run of `multiring regress` has found, and how it is printed."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from multiring.benchmarks.gradients.training_speed import TrainingSpeed
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from multiring.benchmarks.machine import Machine
-from multiring.commands.env import versions
-from multiring.commands.frameworks import Framework
-from multiring.models.regress.checks import Setup
+from multiring.models.regress.checks import CHECKS
 from multiring.models.regress.judge import Status, Verdict
-from multiring.models.regress.outcome import Outcomes, State
+from multiring.models.regress.outcome import Outcomes
+from multiring.models.regress.plan import Plan
 
-__all__ = ["Curves", "Report", "collect_curves", "framework_versions"]
+__all__ = ["STYLES", "Report", "show"]
 
-KIND = "multiring regress"
-
-Line = list[tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class Curves:
-    """What is drawn.
-
-    Attributes:
-        following: Loss of each step of the float32 training that is compared, by framework and ranks.
-        digits: Epochs and loss of the training on digits, by framework and ranks.
-        speeds: Timed steps, by framework and ranks.
-    """
-
-    following: Mapping[tuple[str, int], Line] = field(default_factory=dict)
-    digits: Mapping[tuple[str, int], Line] = field(default_factory=dict)
-    speeds: Mapping[tuple[str, int], TrainingSpeed] = field(default_factory=dict)
+STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.ERROR: "bold red", Status.SKIP: "dim"}
 
 
 @dataclass(frozen=True)
@@ -47,32 +30,28 @@ class Report:
         date: When it began, in ISO format with the offset from UTC.
         seconds: How long it took.
         machine: Where, and with what.
-        setup: The setting.
-        titles: Of the frameworks, by name.
         versions: Of the frameworks, by name.
-        oracle: Name of the framework that others are compared with.
+        plan: What was to be done.
         verdicts: All checks.
+        outcomes: Of the tasks.
         skipped: Frameworks that were left out, and why.
         regressions: What was better in the baseline, each in a line.
         baseline: What it was compared with, in a line.
         interrupted: Whether Ctrl-C ended it.
-        curves: What is drawn.
     """
 
     command: str
     date: str
     seconds: float
     machine: Machine
-    setup: Setup
-    titles: Mapping[str, str]
     versions: Mapping[str, str]
-    oracle: str | None
+    plan: Plan
     verdicts: tuple[Verdict, ...]
+    outcomes: Outcomes
     skipped: Mapping[str, str]
     regressions: tuple[str, ...]
     baseline: str
     interrupted: bool
-    curves: Curves
 
     @property
     def bad(self) -> list[Verdict]:
@@ -97,68 +76,47 @@ class Report:
             parts.append(f"{count} regression{'s' if count > 1 else ''} against the baseline")
         return "; ".join(parts) if parts else f"all {len(done)} checks passed"
 
-    def to_json(self) -> str:
-        """Everything but the single times, as one JSON object; a figure that is no number is null."""
-        fields = {
-            "kind": KIND,
-            "result": "pass" if self.is_good else "fail",
-            "headline": self.headline(),
-            "command": self.command,
-            "date": self.date,
-            "seconds": self.seconds,
-            "machine": asdict(self.machine),
-            "setup": asdict(self.setup),
-            "oracle": self.oracle,
-            "frameworks": {
-                name: {"title": title, "version": self.versions.get(name)}
-                for name, title in self.titles.items()
-            },
-            "skipped": dict(self.skipped),
-            "checks": [_check(verdict) for verdict in self.verdicts],
-            "speeds": [
-                {"framework": framework, **json.loads(speed.to_json())}
-                for (framework, _), speed in self.curves.speeds.items()
-            ],
-            "regressions": list(self.regressions),
-            "baseline": self.baseline,
-            "interrupted": self.interrupted,
-        }
-        return json.dumps(fields, indent=2, allow_nan=False)
+
+def show(report: Report, console: Console) -> None:
+    """Print the table, everything that is wrong, and the headline."""
+    console.print(_table(report))
+    lines = [f"{report.plan.titles.get(name, name)} left out: {why}" for name, why in report.skipped.items()]
+    lines += [f"{verdict.status.upper()} {verdict.cell}: {verdict.text}" for verdict in report.bad]
+    lines += [f"REGRESSION {text}" for text in report.regressions]
+    lines += [report.baseline, f"{report.headline()}, {report.seconds:.0f} s"]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
 
 
-def _check(verdict: Verdict) -> dict[str, Any]:
-    metrics = [{**asdict(m), "value": m.value if math.isfinite(m.value) else None} for m in verdict.metrics]
-    return {
-        **asdict(verdict.cell),
-        "status": str(verdict.status),
-        "text": verdict.text,
-        "seconds": verdict.seconds,
-        "metrics": metrics,
-        "detail": verdict.detail,
-    }
+def _table(report: Report) -> Table:
+    by_cell = {(v.cell.framework, v.cell.ranks, v.cell.check): v for v in report.verdicts}
+    checks = [name for name in CHECKS if any(v.cell.check == name for v in report.verdicts)]
+    table = Table("framework", "ranks", *(CHECKS[name].title for name in checks), box=ROUNDED)
+    before = None
+    for framework, ranks in dict.fromkeys(key[:2] for key in by_cell):
+        if before not in (None, framework):
+            table.add_section()
+        found = [by_cell.get((framework, ranks, name)) for name in checks]
+        cells = [Text(_brief(each), STYLES[each.status]) if each else "" for each in found]
+        table.add_row(report.plan.titles[framework] if framework != before else "", str(ranks), *cells)
+        before = framework
+    return table
 
 
-def collect_curves(outcomes: Outcomes) -> Curves:
-    """Pick what is drawn out of the outcomes."""
-    following, digits, speeds = {}, {}, {}
-    for (framework, ranks, task), outcome in outcomes.items():
-        if outcome.state is not State.DONE:
-            continue
-        if task == "train-float32":
-            losses = outcome.values["losses"]
-            following[framework, ranks] = [(step + 1.0, loss) for step, loss in enumerate(losses)]
-        elif task == "accuracy":
-            digits[framework, ranks] = [(position, loss) for position, loss in outcome.values["curve"]]
-        elif task == "speed":
-            speeds[framework, ranks] = TrainingSpeed.from_dict(outcome.values)
-    return Curves(following, digits, speeds)
-
-
-def framework_versions(frameworks: Mapping[str, Framework]) -> dict[str, str]:
-    """Version of each framework that is installed; nothing is imported."""
-    installed = versions()
-    first = {
-        name: next((installed[each] for each in framework.distributions if each in installed), None)
-        for name, framework in frameworks.items()
-    }
-    return {name: version for name, version in first.items() if version is not None}
+def _brief(verdict: Verdict) -> str:
+    """A verdict in a word or two."""
+    if verdict.status is not Status.PASS:
+        return "skipped" if verdict.status is Status.SKIP else verdict.status.upper()
+    values = {metric.name: metric.value for metric in verdict.metrics}
+    if verdict.cell.check == "bits":
+        return "equal"
+    if "test accuracy" in values:
+        return f"{values['test accuracy']:.2%}"
+    if "efficiency" in values:
+        own = values.get("times its own way")
+        return f"{values['efficiency']:.1%}" + (f", {own:.2f} x own way" if own is not None else "")
+    worst: dict[str, float] = {}
+    for name, value in values.items():
+        kind = "f32" if "float32" in name else "f64"
+        worst[kind] = max(worst.get(kind, 0.0), value)
+    return ", ".join(f"{kind} {value:.0e}" for kind, value in sorted(worst.items()))

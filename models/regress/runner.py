@@ -20,7 +20,7 @@ from pathlib import Path
 
 from multiring.commands.launcher.process import signal_name
 from multiring.models.regress.checks import Setup
-from multiring.models.regress.outcome import Outcome, Outcomes, State, read_error, read_outcome
+from multiring.models.regress.outcome import Outcome, State, read_error, read_outcome
 from multiring.models.regress.plan import Job
 from multiring.models.regress.worker import NOW, STARTING, Order
 
@@ -34,6 +34,8 @@ END_SECONDS = 12.0
 START_SECONDS = 120.0
 TAIL_LINES = 40
 
+Note = Callable[[Job, str, Outcome], None]
+
 
 class Runner:
     """Runs jobs one after the other, or next to each other on processors of their own.
@@ -43,28 +45,21 @@ class Runner:
         setup: The setting.
         cpus: The processors.
         time_limit: Seconds that one task may take.
-
-    Attributes:
-        outcomes: What has become of the tasks so far.
+        note: Is told of every task that has ended.
     """
 
-    def __init__(self, jobs: Sequence[Job], setup: Setup, cpus: Sequence[int], time_limit: float) -> None:
-        self.outcomes: Outcomes = {}
+    def __init__(
+        self, jobs: Sequence[Job], setup: Setup, cpus: Sequence[int], time_limit: float, note: Note
+    ) -> None:
+        self._note = note
         self._waiting = deque(jobs)
         self._running: list[_RunningJob] = []
         self._setup = setup
         self._cpus = list(cpus)
         self._limit = time_limit
 
-    def now(self) -> dict[tuple[str, int], tuple[str, float]]:
-        """What is running: by framework and ranks the task, and for how many seconds."""
-        return {
-            (job.job.framework.name, job.job.ranks): (job.task, time.monotonic() - job.since)
-            for job in self._running
-        }
-
-    def run(self, changed: Callable[[], None]) -> None:
-        """Run all jobs; `changed` is called again and again, and whenever there is something new.
+    def run(self) -> None:
+        """Run all jobs.
 
         Raises:
             KeyboardInterrupt: Ctrl-C. Every job has been ended, and what they have handed over is there.
@@ -75,7 +70,6 @@ class Runner:
                     self._start(Path(directory))
                     for running in list(self._running):
                         self._look(running)
-                    changed()
                     if self._running:
                         time.sleep(LOOK_SECONDS)
             finally:
@@ -121,9 +115,6 @@ class Runner:
         left = rest[len(blamed) :]
         if left and state is not State.INTERRUPTED:
             self._waiting.appendleft(job.with_tasks(left))
-
-    def _note(self, job: Job, task: str, outcome: Outcome) -> None:
-        self.outcomes[job.framework.name, job.ranks, task] = outcome
 
     def _end_all(self) -> None:
         # A second Ctrl-C shortens the wait for each of them.

@@ -37,9 +37,10 @@ def test_hosts_that_are_well(emulate: Callable[..., EmulatedHosts]) -> None:
     said = doctor(hosts, code=0)
     assert not lines_about(said, "failed")
     assert "every host reaches every other one" in said
-    _, *rows = said.split("\n\n")[0].splitlines()
-    assert all(f"eth0 {hosts.address(host)}" in row for host, row in enumerate(rows))
-    assert said.count("bit/s ") >= 6, said  # from each host to each other one
+    rows = said.splitlines()
+    assert all(f"eth0 {hosts.address(host)}" in row for host, row in enumerate(rows[:3]))
+    rates = [row for row in rows if "sends to" in row]
+    assert [row.count("bit/s ") for row in rates] == [2, 2, 2], said  # from each host to each other one
     assert "These hosts can run a job" in said
 
 
@@ -47,19 +48,18 @@ def test_a_host_that_ssh_cannot_reach_is_told(hosts: EmulatedHosts, tmp_path: Pa
     places = f"{hosts.address(0)},10.93.0.77,{hosts.address(1)}"
     with sshd_on(hosts, tmp_path / "ssh") as ssh:
         said = doctor(hosts, ssh=f"{ssh} -o ConnectTimeout=2", places=places, code=1)
-    assert f"ok       {hosts.address(1)}   is fit for 1 rank" in said
+    assert f"ok       {hosts.address(1)}   1 rank, " in said
     (failed,) = lines_about(said, "failed")
     assert "10.93.0.77" in failed
     assert "ssh fails: ssh: connect to host 10.93.0.77 port 2222: " in failed
     assert "-> make `ssh -o BatchMode=yes 10.93.0.77 true` work" in said
-    assert "rates       not measured" in said
+    assert "every host reaches every other one" in said
 
 
 def test_no_multiring_there(hosts: EmulatedHosts, tmp_path: Path) -> None:
     script = executable(tmp_path / "bare", f'exec "{Path(sys.executable).resolve()}" -S -E "$@"')
     said = doctor(hosts, "--remote-python", str(script), code=1)
-    assert f"{script}, Python 3." in said
-    assert "has no multiring there" in said
+    assert f"{script} has no multiring there, or another version" in said
     said = doctor(hosts, "--remote-python", "/no/such/python", code=1)
     assert "there is no /no/such/python" in said
     assert "--remote-python" in said
@@ -102,6 +102,5 @@ def test_a_name_that_only_ssh_knows_needs_an_address(hosts: EmulatedHosts, tmp_p
     # With names as in ~/.ssh/config.
     shell = executable(tmp_path / "ssh", f'shift\nexec {shell_of(hosts)} {hosts.address(1)} "$@"')
     said = doctor(hosts, places="node1", ssh=str(shell), code=1)
-    assert "nobody can reach this host" in said
-    assert "with --address" in said
+    assert "say by --address where the ranks reach this host" in said
     said = doctor(hosts, "--address", hosts.address(0), places="node1", ssh=str(shell), code=0)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import itertools
+import json
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from multiring.commands.doctor import hosts_doctor
-from multiring.commands.doctor.checks import Finding, Status
-from multiring.commands.doctor.host_findings import host_findings, rate_findings
-from multiring.commands.doctor.host_probe import MARK, HostProbe, Listener, call_seconds
-from multiring.commands.doctor.host_session import RemoteSession, SessionError
-from multiring.commands.doctor.host_tables import rates_table
-from multiring.commands.doctor.links import rounds
+from multiring.commands.doctor.checks import Status
+from multiring.commands.doctor.host_probe import MARK
+from multiring.commands.doctor.hosts_doctor import Host, host_findings, rate_findings
+from multiring.commands.doctor.links import Listener, reach, rounds
 from multiring.commands.launcher.hosts import HostSlots
-from tests.support import Job, executable, held_port, wait_until
+from tests.support import Job, executable, held_port, run_multiring, wait_until
 
 NAMES = ["a", "b", "c"]
 
@@ -46,23 +41,20 @@ def measured(rates: dict[tuple[int, int], float]) -> list[tuple[int, int, float,
     return [(*pair, rates.get(pair, 100e6), 1e-4) for pair in itertools.permutations(range(3), 2)]
 
 
-def test_equal_links_are_fine() -> None:
-    (row,) = rate_findings(NAMES, measured({(0, 1): 80e6}))
-    assert row.finding.status is Status.OK
-    assert row.finding.detail == "640 Mbit/s to 800 Mbit/s, 0.10 ms of latency"
-    many = rates_table([f"host{i}" for i in range(9)], measured({}))
-    assert many.splitlines()[1].split()[:2] == ["host0", "host1"], "more hosts are a list"
+def slow(names: list[str], found: list[tuple[int, int, float, float]]) -> list[tuple[str, str]]:
+    """Whom warnings are about, and what they say."""
+    rows = rate_findings(names, found)
+    return [(about, finding.detail) for about, finding in rows if finding.status is Status.WARNING]
 
 
 def test_a_slow_host_is_told_from_a_slow_link() -> None:
-    (row,) = rate_findings(NAMES, measured({(2, 0): 10e6, (2, 1): 11e6}))
-    assert (row.about, row.finding.status) == ("c", Status.WARNING)
-    assert row.finding.detail == "sends 88 Mbit/s at most; the median of the hosts is 800 Mbit/s"
-    rows = rate_findings(["a", "b"], [(0, 1, 100e6, 1e-4), (1, 0, 10e6, 1e-4)])
-    assert [(row.about, row.finding.detail.split()[0]) for row in rows] == [("b", "sends"), ("a", "receives")]
-    (row,) = rate_findings(NAMES, measured({(2, 0): 10e6}))
-    assert row.about == "links"
-    assert row.finding.detail == "c -> a: 80 Mbit/s; with others both reach 800 Mbit/s"
+    assert slow(NAMES, measured({(0, 1): 80e6})) == []
+    told = "sends 88 Mbit/s at most; the median of the hosts is 800 Mbit/s"
+    assert slow(NAMES, measured({(2, 0): 10e6, (2, 1): 11e6})) == [("c", told)]
+    rows = slow(["a", "b"], [(0, 1, 100e6, 1e-4), (1, 0, 10e6, 1e-4)])
+    assert [(about, detail.split()[0]) for about, detail in rows] == [("b", "sends"), ("a", "receives")]
+    told = "c -> a: 80 Mbit/s; with others both reach 800 Mbit/s"
+    assert slow(NAMES, measured({(2, 0): 10e6})) == [("links", told)]
 
 
 FACTS: dict[str, Any] = {
@@ -79,7 +71,9 @@ FACTS: dict[str, Any] = {
 
 def findings(facts: dict[str, Any], offset: float = 0.0) -> list[tuple[str, str]]:
     here = {**FACTS, "machine": "m0"}
-    found = host_findings("b", 4, {**FACTS, **facts}, (offset, 0.01), here, {"a": here})
+    hosts = [Host("a", HostSlots("", 4), here), Host("b", HostSlots("b", 4), FACTS | facts)]
+    hosts[1].offset = (offset, 0.01)
+    found = host_findings(hosts[1], here, hosts)
     assert all(finding.fix for finding in found)
     return [(finding.status.value, finding.detail) for finding in found]
 
@@ -122,58 +116,25 @@ def test_what_differs_between_hosts_is_told(facts: dict[str, Any], expected: lis
         assert detail.startswith(words)
 
 
-def test_a_probe_reaches_a_listener_and_nobody_else() -> None:
-    probe = HostProbe()
+def test_a_listener_is_reached_and_nobody_else() -> None:
     listener = Listener(["127.0.0.1"], bytes(16))
-    right, wrong = [["", "127.0.0.1", listener.ports[0], token * 16] for token in ("00", "01")]
-    assert probe.answer("call", targets=[right, wrong]) == ["", "somebody else answers there"]
+    assert reach("127.0.0.1", "127.0.0.1", listener.ports[0], bytes(16)) == ""
+    assert (
+        reach("127.0.0.1", "127.0.0.1", listener.ports[0], bytes(15) + b"1") == "somebody else answers there"
+    )
     listener.close()
     with held_port() as port:
-        assert probe.answer("call", targets=[["", "127.0.0.1", port, "00" * 16]]) == ["connection refused"]
-    (port,) = probe.answer("listen", addresses=["127.0.0.1"], token="ab" * 16)
-    assert probe.answer("call", targets=[["", "127.0.0.1", port, "ab" * 16]]) == [""]
-    probe.close()
+        assert reach("127.0.0.1", "127.0.0.1", port, bytes(16)) == "connection refused"
 
 
-def answers(directory: Path, script: str) -> RemoteSession:
-    """A host that answers as a script says."""
-    return RemoteSession("b", [str(executable(directory / "ssh", script))], "")
-
-
-def test_a_late_answer_is_not_taken_for_that_of_the_next_question(tmp_path: Path) -> None:
-    """Both come when the second question has been asked, between things that a shell says."""
-    late, right = (f'echo welcome; echo \'{MARK}{{"answer": "{word}"}}\'' for word in ("late", "right"))
-    session = answers(tmp_path, f"read first; read second; {late}; {right}; read third; {right}\n")
-    with contextlib.closing(session):
-        with pytest.raises(SessionError, match="does not answer in time"):
-            session.ask("call", 0.1)
-        assert session.ask("call", 20.0) == "right"
-        assert session.ask("call", 20.0) == "right"
-
-
-def test_more_hosts_have_more_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_host_that_answers_otherwise_is_told_and_the_shells_words_are_not_its_answer(
+    tmp_path: Path,
 ) -> None:
-    given: list[float] = []
-
-    def ask(question: str, timeout: float, **_: object) -> None:
-        given.append(timeout)
-        raise SessionError(Finding(Status.FAILED, "nobody is there", "start it"))
-
-    monkeypatch.setattr(hosts_doctor, "RemoteSession", lambda *_: Mock(ask=ask))
-    times = []
-    for count in (2, 128):
-        given.clear()
-        args = argparse.Namespace(ssh="ssh", remote_python="", address="")
-        hosts = [HostSlots(f"h{number}.invalid", 1) for number in range(count)]
-        found = hosts_doctor.main(args, hosts, lambda row: None)
-        assert [finding.detail for finding in found] == ["nobody is there"] * count
-        assert len(given) == count
-        times.append(max(given))
-    assert 90 <= times[0] < 100
-    assert times[1] == pytest.approx(3 * 90)
-    assert call_seconds(64) < 10 <= call_seconds(65)
-    capsys.readouterr()
+    answer = json.dumps({"machine": "m", "clock": [0, 1]})
+    shell = executable(tmp_path / "ssh", f"echo welcome; echo '{MARK}{answer}'")
+    said = run_multiring("doctor", "-H", "a.invalid", "--ssh", str(shell), code=1).stdout
+    assert "has no multiring there, or another version" in said
+    assert "1 of 2 checks failed" in said
 
 
 def test_ctrl_c_ends_those_who_wait_for_a_host(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from multiring.models.regress.checks import CHECKS, Setup
 from multiring.models.regress.judge import Verdict, judge
 from multiring.models.regress.outcome import Outcome, Outcomes, State
 from multiring.models.regress.plan import Plan, make_plan
-from multiring.models.regress.report import Report, collect_curves
+from multiring.models.regress.report import Report
 
 TORCH = FRAMEWORKS["torch"]
 OTHER = replace(
@@ -85,15 +85,13 @@ def make_report(plan: Plan, outcomes: Outcomes, **changes: Any) -> Report:
         "date": "2026-01-02T03:04:05+00:00",
         "seconds": 123.4,
         "machine": Machine("Some processor", 2, 2**34, "Linux 6.1", "3.11.4", {"numpy": "2.3.5"}),
-        "setup": plan.setup,
-        "titles": plan.titles,
         "versions": dict.fromkeys(plan.titles, "1.2.3"),
-        "oracle": plan.oracle,
+        "plan": plan,
         "verdicts": tuple(judge(plan, outcomes)),
+        "outcomes": outcomes,
         "skipped": {},
         "regressions": (),
         "baseline": "compared with the committed baseline",
         "interrupted": False,
-        "curves": collect_curves(outcomes),
     }
     return Report(**(fields | changes))

@@ -21,7 +21,7 @@ from multiring.commands.launcher.process import signal_name
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
 
-__all__ = ["CHECKS", "Finding", "Status"]
+__all__ = ["CHECKS", "Finding", "Status", "run_check"]
 
 _LEAST_DESCRIPTORS = 256
 _GOOD_DESCRIPTORS = 1024
@@ -265,3 +265,11 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "launcher": launcher,
     "self-test": self_test,
 }
+
+
+def run_check(check: Callable[[], Finding]) -> Finding:
+    """What a check finds; that it fails in a way nobody thought of is a finding too."""
+    try:
+        return check()
+    except Exception as error:
+        return Finding(Status.FAILED, f"{type(error).__name__}: {error}", "report this")

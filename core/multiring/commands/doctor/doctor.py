@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from multiring.commands.doctor import hosts_doctor
-from multiring.commands.doctor.checks import CHECKS, Finding, Status
-from multiring.commands.doctor.host_findings import Row
+from multiring.commands.doctor.checks import CHECKS, Finding, Status, run_check
 from multiring.commands.launcher.options import add_host_arguments, chosen_hosts
 
 __all__ = ["add_arguments", "main"]
@@ -23,19 +22,21 @@ def main(args: argparse.Namespace) -> int:
     hosts = chosen_hosts(args)
     if hosts is not None:
         width = max(len(name) for name in ("launcher", *(host.name or "localhost" for host in hosts)))
-        found = hosts_doctor.main(args, hosts, lambda row: _show(row, width))
+        found = []
+        for about, finding in hosts_doctor.look_at(args, hosts):
+            _show(about, finding, width)
+            found.append(finding)
         return _judge(found, "These hosts")
     width = max(map(len, CHECKS))
     findings: list[Finding] = []
     for name, check in CHECKS.items():
-        findings.append(_run(check))
-        _show(Row(name, findings[-1]), width)
+        findings.append(run_check(check))
+        _show(name, findings[-1], width)
     return _judge(findings, "This machine")
 
 
-def _show(row: Row, width: int) -> None:
-    finding = row.finding
-    print(f"{finding.status.value:<7}  {row.about:<{width}}  {finding.detail}", flush=True)
+def _show(about: str, finding: Finding, width: int) -> None:
+    print(f"{finding.status.value:<7}  {about:<{width}}  {finding.detail}", flush=True)
     if finding.fix:
         print(f"{'':<7}  {'':<{width}}  -> {finding.fix}", flush=True)
 
@@ -48,10 +49,3 @@ def _judge(findings: Sequence[Finding], who: str) -> int:
         return 1
     print(f"\n{who} can run a job" + (f", with {warned} warning{'s' * (warned > 1)}." if warned else "."))
     return 0
-
-
-def _run(check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except Exception as error:  # a check that fails in a way nobody thought of is a finding too
-        return Finding(Status.FAILED, f"{type(error).__name__}: {error}", "report this")

@@ -3,299 +3,330 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import secrets
 import shlex
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from multiring.commands.doctor.checks import Finding, Status
-from multiring.commands.doctor.host_findings import LINKS_MARK, Row, host_findings, rate_findings
-from multiring.commands.doctor.host_probe import Listener, call_seconds
-from multiring.commands.doctor.host_session import HostSession, RemoteSession, SessionError
-from multiring.commands.doctor.host_tables import hosts_table, rates_table
+from multiring.commands.doctor.host_probe import MODULE, longer, look, marked
 from multiring.commands.launcher.descriptors import enough_descriptors
-from multiring.commands.launcher.hosts import HostSlots, address_towards
+from multiring.commands.launcher.hosts import HostSlots
 from multiring.commands.launcher.options import split_ssh
 from multiring.commands.launcher.remote_ranks import current_directory
-from multiring.errors import UsageError
-from multiring.store import address_to_listen_on
 
-__all__ = ["main"]
+__all__ = ["Host", "host_findings", "look_at", "rate_findings"]
 
-_FACTS_SECONDS = 90.0  # the native library is loaded, perhaps from a slow network file system
-_ANSWER_SECONDS = 30.0
+_PROBE_SECONDS = 90.0  # the native library is loaded, perhaps from a slow network file system
 _JOB_SECONDS = 120.0
-_CLOCK_QUESTIONS = 8
-# All are asked at once, from here, and perhaps load from one file server: with so many more hosts, everything
-# may take as long again.
-_HOSTS_IN_TIME = 64
-_DESCRIPTORS_OF_SESSION = 3
+_DESCRIPTORS_OF_SSH = 6
 _LINKS = "multiring.commands.doctor.links"  # not imported: it needs the native library
+_SSH_FAILED = 255
+_NO_SUCH_PROGRAM = (126, 127)
+# Logs of hosts can still be read side by side, and files are not made in the future, below a second.
+_MOST_SECONDS_APART = 1.0
+_SLOW = 0.5  # of the median of the hosts, or of what both ends of a link reach with others
+
+# Which host or what it is about, and what was found.
+Row = tuple[str, Finding]
+# Sender, receiver, bytes per second, seconds of latency.
+Measured = Sequence[Any]
 
 
 @dataclass
-class _Host:
+class Host:
     """One of the hosts.
 
     Attributes:
-        slots: As it was given; an empty name is this one.
         name: What it is called in what is printed.
-        session: Who is asked; None where nobody can be.
+        slots: As it was given; an empty name is this one.
         facts: What it is like; None if it cannot be told.
-        offset: Seconds that its clock is ahead of this one's, and how exact that is.
-        ports: Where it listens, for each of its addresses.
-        token: What it tells those who call.
+        problem: Why not.
+        offset: Seconds that its clock is ahead of this one's, and how exact that is; None: it is this one's.
     """
 
-    slots: HostSlots
     name: str
-    session: HostSession | None = None
-    facts: dict[str, Any] | None = None
+    slots: HostSlots
+    facts: Mapping[str, Any] | None = None
+    problem: Finding | None = None
     offset: tuple[float, float] | None = None
-    ports: list[int] = field(default_factory=list)
-    token: str = field(default_factory=lambda: secrets.token_hex(16))
-
-    @property
-    def addresses(self) -> list[tuple[str, str, int]]:
-        """Interface, address and network bits of what its ranks would listen on."""
-        return [] if self.facts is None else [tuple(one) for one in self.facts["addresses"]]
 
 
-def main(args: argparse.Namespace, slots: Sequence[HostSlots], show: Callable[[Row], None]) -> list[Finding]:
-    """Checks hosts.
+def look_at(args: argparse.Namespace, slots: Sequence[HostSlots]) -> Iterator[Row]:
+    """Checks hosts; gives what is found as it is found.
 
     Args:
         args: The options of `launcher.options.add_host_arguments`.
         slots: The hosts.
-        show: Shows a line of what was found.
-
-    Returns:
-        What was found.
 
     Raises:
         UsageError: An option cannot be understood.
     """
     ssh = split_ssh(args.ssh)
-    hosts = [_Host(host, host.name or os.uname().nodename) for host in slots]
-    needed = _DESCRIPTORS_OF_SESSION * len(hosts)
+    hosts = [Host(each.name or os.uname().nodename, each) for each in slots]
+    environ = {name: text for name, text in os.environ.items() if name.startswith("MULTIRING_")}
+    order: dict[str, Any] = {"directory": current_directory(), "environ": environ}
+    here = look(**order)
     with (
-        enough_descriptors(needed, f"{len(hosts)} hosts"),
-        contextlib.closing(_Doctor(args, ssh, hosts)) as doctor,
+        enough_descriptors(_DESCRIPTORS_OF_SSH * len(hosts), f"{len(hosts)} hosts"),
+        ThreadPoolExecutor(len(hosts)) as pool,
     ):
-        rows = []
-        for row in doctor.rows():
-            show(row)
-            rows.append(row)
-        return [row.finding for row in rows]
+        limit = longer(_PROBE_SECONDS, len(hosts))
+        list(pool.map(lambda host: _ask(host, ssh, args.remote_python, order, here, limit), hosts))
+    able = []
+    for host in hosts:
+        found = [host.problem] if host.problem else host_findings(host, here, hosts)
+        if not any(finding.status is Status.FAILED for finding in found):
+            able.append(host)
+            yield host.name, Finding(Status.OK, _describe(host))
+        yield from ((host.name, finding) for finding in found)
+    if any(host.slots.name for host in hosts):
+        if len(able) < len(hosts):
+            detail = "not looked at where something has failed above"
+            yield "links", Finding(Status.WARNING, detail, "fix what has failed above, and run this again")
+        if any(host.slots.name for host in able):
+            yield from _links(args, ssh, able)
 
 
-class _Doctor:
-    def __init__(self, args: argparse.Namespace, ssh: list[str], hosts: list[_Host]) -> None:
-        self._args, self._ssh, self._hosts = args, ssh, hosts
-        self._own = HostSession()
-        self._patience = 1.0 + len(hosts) / _HOSTS_IN_TIME
-
-    def close(self) -> None:
-        self._own.close()
-        for host in self._hosts:
-            if host.session is not None:
-                host.session.close()
-
-    def rows(self) -> Iterator[Row]:
-        """Prints the tables as they come, and gives what was found."""
-        environ = {name: text for name, text in os.environ.items() if name.startswith("MULTIRING_")}
-        ask = {"directory": current_directory(), "environ": environ}
-        here = self._own.ask("facts", _FACTS_SECONDS * self._patience, **ask)
-        problems = _at_once(self._hosts, lambda host: self._look_at(host, ask, here))
-        print(hosts_table([(host.name, host.slots.slots, host.facts, host.offset) for host in self._hosts]))
-        print(flush=True)
-        known = {host.name: host.facts for host in self._hosts if host.facts is not None}
-        for host in self._hosts:
-            found = [row.finding for row in problems if row.about == host.name]
-            if host.facts is not None:
-                found += host_findings(host.name, host.slots.slots, host.facts, host.offset, here, known)
-            ranks = f"{host.slots.slots} rank{'s' * (host.slots.slots > 1)}"
-            fit = Finding(Status.OK, f"is fit for {ranks}")
-            yield from (Row(host.name, finding) for finding in found or [fit])
-        yield from self._connections(here["versions"].get("multiring"))
-
-    def _look_at(self, host: _Host, ask: Mapping[str, Any], here: dict[str, Any]) -> None:
-        if not host.slots.name:
-            host.session, host.facts = self._own, here
-            return
-        host.session = RemoteSession(host.slots.name, self._ssh, self._args.remote_python)
-        facts = host.session.ask("facts", _FACTS_SECONDS * self._patience, **ask)
-        offsets = [_offset(host.session, _ANSWER_SECONDS * self._patience) for _ in range(_CLOCK_QUESTIONS)]
-        host.offset = min(offsets, key=lambda offset: offset[1])
-        host.facts = facts
-
-    def _connections(self, version: str | None) -> Iterator[Row]:
-        able = [host for host in self._hosts if host.addresses]
-        if all(not host.slots.name for host in self._hosts):
-            return
-        problems = _at_once(able, self._listen)
-        problems += self._way_to_the_launcher(able)
-        problems += self._calls([host for host in able if host.ports])
-        yield from problems
-        if len(able) < 2:
-            return
-        same = all(host.facts and host.facts["versions"].get("multiring") == version for host in able)
-        if problems or not same or len(able) < len(self._hosts):
-            fix = "fix what has failed above, and run this again"
-            yield Row("rates", Finding(Status.WARNING, "not measured", fix))
-            return
-        yield Row("links", Finding(Status.OK, "every host reaches every other one on all its interfaces"))
-        yield from self._rates()
-
-    def _listen(self, host: _Host) -> None:
-        assert host.session is not None
-        addresses = [address for _, address, _ in host.addresses]
-        host.ports = host.session.ask(
-            "listen", _ANSWER_SECONDS * self._patience, addresses=addresses, token=host.token
-        )
-
-    def _way_to_the_launcher(self, hosts: Sequence[_Host]) -> Iterator[Row]:
-        """Ranks of other hosts meet at a port of the launcher."""
-        others = [host for host in hosts if host.slots.name]
-        if not others:
-            return
-        try:
-            address = self._args.address or address_towards([host.slots.name for host in others])
-            listener = Listener([address_to_listen_on(address)], token := secrets.token_bytes(16))
-        except (UsageError, OSError) as error:
-            fix = "name an address of this host that the others reach with --address"
-            yield Row("launcher", Finding(Status.FAILED, f"nobody can reach this host: {error}", fix))
-            return
-        target = ["", address, listener.ports[0], token.hex()]
-        with contextlib.closing(listener):
-            answers = self._call([(host, [target]) for host in others])
-        for host, (why,) in zip(others, answers, strict=True):
-            if why:
-                fix = (
-                    "open all TCP ports of this host for the others, or name another of its addresses with "
-                    "--address, here and for `multiring run`"
-                )
-                detail = f"{host.name} does not reach this host, where the launcher would be, at {address}: "
-                yield Row("launcher", Finding(Status.FAILED, detail + why, fix))
-
-    def _calls(self, hosts: Sequence[_Host]) -> list[Row]:
-        """Every host calls every other one as ranks would; the rows of those who do not get through."""
-        try:
-            from multiring import _core
-        except ImportError as error:
-            return [
-                Row("launcher", Finding(Status.FAILED, str(error), "see `multiring doctor` on this host"))
-            ]
-        rows, plan, ends = [], [], []
-        for caller in hosts:
-            targets: list[list[Any]] = []
-            for listener in hosts:
-                if listener is caller or _same_machine(caller, listener):
-                    continue
-                pairs = _core.pair_addresses(caller.addresses, listener.addresses)
-                if not pairs:
-                    rows.append(_no_pair(caller, listener))
-                for mine, its in pairs:
-                    own, other = caller.addresses[mine], listener.addresses[its]
-                    targets.append([own[1], other[1], listener.ports[its], listener.token])
-                    ends.append((caller, own, listener, other))
-            plan.append((caller, targets))
-        whys = [why for answers in self._call(plan) for why in answers]
-        return rows + [_unreached(*end, why) for end, why in zip(ends, whys, strict=True) if why]
-
-    def _call(self, plan: Sequence[tuple[_Host, list[list[Any]]]]) -> list[list[str]]:
-        """For each host why it does not reach its targets, with "" for those that it reaches."""
-
-        def call(entry: tuple[_Host, list[list[Any]]]) -> list[str]:
-            host, targets = entry
-            assert host.session is not None
-            timeout = _ANSWER_SECONDS * self._patience + call_seconds(len(targets))
-            try:
-                return [str(why) for why in host.session.ask("call", timeout, targets=targets)]
-            except SessionError as error:
-                return [error.finding.detail] * len(targets)
-
-        with ThreadPoolExecutor(max(1, len(plan))) as pool:
-            return list(pool.map(call, plan))
-
-    def _rates(self) -> Iterator[Row]:
-        """A job of one rank on each host measures."""
-        names = [host.slots.name or "localhost" for host in self._hosts]
-        places = ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names)
-        command = [sys.executable, "-P", "-m", "multiring", "run", "-H", places]
-        command += ["--ssh", shlex.join(self._ssh), "--env", "PYTHONSAFEPATH=1"]
-        command += ["--remote-python", self._args.remote_python, "--address", self._args.address]
-        command += [
-            "--engine",
-            "ssh",
-            "--no-tag-output",
-            "--timeout",
-            str(_JOB_SECONDS * self._patience),
-            "-m",
-            _LINKS,
-        ]
-        run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        found = [line for line in run.stdout.splitlines() if line.startswith(LINKS_MARK)]
-        if run.returncode != 0 or not found:
-            last = [line for line in run.stderr.strip().splitlines() if line][-6:]
-            fix = "fix what has failed above; if nothing has, report this: " + " / ".join(last)
-            detail = f"a job of one rank on each host ends with exit code {run.returncode}"
-            yield Row("job", Finding(Status.FAILED, detail, fix))
-            return
-        measured = [tuple(row) for row in json.loads(found[-1].removeprefix(LINKS_MARK))]
-        shown = [host.name for host in self._hosts]
-        print(f"\n{rates_table(shown, measured)}\n", flush=True)
-        yield from rate_findings(shown, measured)
-
-
-def _at_once(hosts: Sequence[_Host], action: Callable[[_Host], None]) -> list[Row]:
-    """Does something with all hosts at once; what keeps it from being done."""
-
-    def run(host: _Host) -> Row | None:
-        try:
-            action(host)
-        except SessionError as error:
-            return Row(host.name, error.finding)
-        except (KeyError, TypeError, ValueError) as error:
-            detail = f"does not answer as this host would: {type(error).__name__}: {error}"
-            return Row(host.name, Finding(Status.FAILED, detail, "install the multiring of this host there"))
-        return None
-
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        return [row for row in pool.map(run, hosts) if row is not None]
-
-
-def _same_machine(one: _Host, other: _Host) -> bool:
-    return bool(one.facts and other.facts and one.facts["machine"] == other.facts["machine"])
-
-
-def _offset(session: HostSession, timeout: float) -> tuple[float, float]:
-    """Seconds that its clock is ahead of ours, and how exact that is."""
+def _ask(
+    host: Host,
+    ssh: Sequence[str],
+    python: str,
+    order: Mapping[str, Any],
+    here: Mapping[str, Any],
+    limit: float,
+) -> None:
+    """Has a host tell what it is like."""
+    if not host.slots.name:
+        host.facts = here
+        return
+    python = python or sys.executable
+    command = [*ssh, host.slots.name, f"exec {shlex.quote(python)} -P -m {MODULE}"]
     before = time.time()
-    there = session.ask("clock", timeout)
-    after = time.time()
-    return there - (before + after) / 2, (after - before) / 2
+    try:
+        run = subprocess.run(
+            command, input=json.dumps(order), capture_output=True, text=True, timeout=limit, errors="replace"
+        )
+        (facts,) = marked(run.stdout)
+        first, last = facts.pop("clock")
+        if facts.keys() != here.keys():
+            raise KeyError(*(facts.keys() ^ here.keys()))
+        # Its clock told the first after `before`, and the last before now.
+        most, least = first - before, last - time.time()
+        host.facts, host.offset = facts, ((most + least) / 2, (most - least) / 2)
+    except subprocess.TimeoutExpired:
+        fix = f"see whether `{shlex.join([*ssh, host.slots.name])} true` ends"
+        host.problem = Finding(Status.FAILED, "does not answer in time", fix)
+    except OSError as error:
+        fix = "install it, or name what runs a command on another host with --ssh"
+        host.problem = Finding(Status.FAILED, f"{ssh[0]} cannot be started: {error.strerror}", fix)
+    except (KeyError, TypeError, ValueError):
+        host.problem = _why(host.slots.name, python, run)
+
+
+def _why(name: str, python: str, run: subprocess.CompletedProcess[str]) -> Finding:
+    """Why a host does not answer."""
+    code, lines = run.returncode, run.stderr.strip().splitlines()
+    last = lines[-1].strip() if lines else f"exit code {code}"
+    if code == _SSH_FAILED or code < 0:  # or a signal, as of Ctrl-C, has ended it
+        fix = (
+            f"make `ssh -o BatchMode=yes {name} true` work: a key without a password, the host's key known, "
+            "its name and port right, no firewall between"
+        )
+        return Finding(Status.FAILED, f"ssh fails: {last}", fix)
+    if code in _NO_SUCH_PROGRAM:
+        fix = "install it there, or name the Python that has multiring with --remote-python"
+        return Finding(Status.FAILED, f"there is no {python}", fix)
+    detail = f"multiring does not start there with {python}: {last}"
+    if code == 0 or "No module named" in last:
+        detail = f"{python} has no multiring there, or another version: {last}"
+    fix = (
+        "install the multiring of this host there, for Python "
+        f"{sys.version_info.major}.{sys.version_info.minor}; --remote-python names another Python"
+    )
+    return Finding(Status.FAILED, detail, fix)
+
+
+def _describe(host: Host) -> str:
+    facts = host.facts or {}
+    found = facts["versions"]
+    addresses = ", ".join(f"{interface} {address}" for interface, address, _ in facts["addresses"])
+    return (
+        f"{host.slots.slots} rank{'s' * (host.slots.slots > 1)}, {facts['cores']} cores, "
+        f"{facts['NUMA nodes']} NUMA node{'s' * (facts['NUMA nodes'] > 1)}; Python {found['python']}, "
+        f"multiring {found.get('multiring')}, NumPy {found.get('numpy')}; {addresses}"
+    )
+
+
+def host_findings(host: Host, here: Mapping[str, Any], hosts: Sequence[Host]) -> list[Finding]:
+    """What is to be fixed on a host.
+
+    Args:
+        host: The host, with what it tells.
+        here: What this host tells.
+        hosts: All of them.
+    """
+    facts, ranks = host.facts or {}, host.slots.slots
+    offset, exact = host.offset or (0.0, 0.0)
+    side = "ahead of" if offset > 0 else "behind"
+    earlier = hosts[: next(place for place, each in enumerate(hosts) if each is host)]
+    same = [each.name for each in earlier if each.facts and each.facts["machine"] == facts["machine"]]
+    rows = [
+        (
+            not facts["directory"],
+            Status.FAILED,
+            "the directory that you are in is not there, or cannot be entered",
+            "start the job from one that all hosts have by the same name, as on a shared file system",
+        ),
+        (
+            ranks > facts["cores"],
+            Status.WARNING,
+            f"{ranks} ranks share {facts['cores']} cores",
+            f"give it {facts['cores']} slots at most",
+        ),
+        (
+            abs(offset) - exact > _MOST_SECONDS_APART,
+            Status.WARNING,
+            f"its clock is {abs(offset):.1f} s (+-{exact:.3f} s) {side} that of this host",
+            "let chrony or another NTP client set the clocks",
+        ),
+        (
+            bool(facts["no addresses"]),
+            Status.FAILED,
+            facts["no addresses"],
+            "choose other interfaces with MULTIRING_INTERFACES, or bring one up",
+        ),
+        (
+            bool(same),
+            Status.WARNING,
+            f"is the same machine as {' and '.join(same)}: their ranks share memory and processors",
+            f"name it once, with the slots of both: {' '.join(same[:1])}:N",
+        ),
+    ]
+    found = [Finding(status, detail, fix) for wrong, status, detail, fix in rows if wrong]
+    checks = [
+        Finding(Status(status), f"{name}: {detail}", fix) for name, status, detail, fix in facts["findings"]
+    ]
+    return _versions(facts["versions"], here["versions"]) + found + checks
+
+
+def _versions(there: Mapping[str, str], here: Mapping[str, str]) -> list[Finding]:
+    found = []
+    for name in dict.fromkeys((*here, *there)):
+        own, its = here.get(name), there.get(name)
+        if own == its:
+            continue
+        has = f"{name} {its}" if its else f"no {name}"
+        detail = f"has {has}; this host has {f'{name} {own}' if own else 'none'}"
+        vital = name == "multiring" or (name == "python" and _minor(own) != _minor(its))
+        fix = f"run `pip install {name}=={own}` there" if own else f"install {name} {its} here as well"
+        if name == "python":
+            fix = "name another Python with --remote-python"
+        found.append(Finding(Status.FAILED if vital else Status.WARNING, detail, fix))
+    return found
+
+
+def _minor(version: str | None) -> list[str]:
+    return (version or "").split(".")[:2]
+
+
+def _links(args: argparse.Namespace, ssh: Sequence[str], hosts: Sequence[Host]) -> Iterator[Row]:
+    """A job of one rank on each host calls, and measures."""
+    names = [host.slots.name or "localhost" for host in hosts]
+    places = ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "multiring",
+        "run",
+        "-H",
+        places,
+        "--engine",
+        "ssh",
+        "--no-tag-output",
+    ]
+    command += ["--ssh", shlex.join(ssh), "--remote-python", args.remote_python, "--address", args.address]
+    command += [
+        "--timeout",
+        str(longer(_JOB_SECONDS, len(hosts))),
+        "--env",
+        "PYTHONSAFEPATH=1",
+        "-m",
+        _LINKS,
+    ]
+    run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    told: dict[str, Any] = {}
+    for found in marked(run.stdout):
+        told |= found
+        if "launcher" in found:
+            rank, why = found["launcher"]
+            detail = f"{hosts[rank].name} does not reach this host, where the launcher is: {why}"
+            fix = (
+                "open all TCP ports of this host for the others, or name another of its addresses with "
+                "--address, here and for `multiring run`"
+            )
+            yield "launcher", Finding(Status.FAILED, detail, fix)
+    if run.returncode != 0 or not told:
+        last = [line for line in run.stderr.strip().splitlines() if line][-6:]
+        detail = f"a job of one rank on each host ends with exit code {run.returncode}: {' / '.join(last)}"
+        yield "job", Finding(Status.FAILED, detail, "fix what has failed above; if nothing has, report this")
+    for unreached in told.get("unreached", []):
+        yield _unreached(hosts, *unreached)
+    if told.get("measured"):
+        yield "links", Finding(Status.OK, "every host reaches every other one on all its interfaces")
+        yield from rate_findings([host.name for host in hosts], told["measured"])
 
 
 def _unreached(
-    caller: _Host, own: tuple[str, str, int], listener: _Host, other: tuple[str, str, int], why: str
+    hosts: Sequence[Host], caller: int, own: Sequence[str], listener: int, other: Sequence[str], why: str
 ) -> Row:
-    ends = [f"{end[1]} ({end[0]}) of {host.name}" for end, host in ((own, caller), (other, listener))]
+    ends = [
+        f"{f'{end[1]} ({end[0]}) of ' if end else ''}{hosts[rank].name}"
+        for rank, end in ((caller, own), (listener, other))
+    ]
     fix = "open all TCP ports between the two in the firewall"
-    if len(caller.addresses) > 1 or len(listener.addresses) > 1:
+    if any(len((hosts[rank].facts or {})["addresses"]) > 1 for rank in (caller, listener)):
         fix += f", or choose other interfaces on all hosts, as with MULTIRING_INTERFACES=^{other[0]}"
-    return Row(caller.name, Finding(Status.FAILED, f"{ends[0]} does not reach {ends[1]}: {why}", fix))
+    if not own:
+        fix = "choose interfaces of a network that both share with MULTIRING_INTERFACES"
+    return hosts[caller].name, Finding(Status.FAILED, f"{ends[0]} does not reach {ends[1]}: {why}", fix)
 
 
-def _no_pair(caller: _Host, listener: _Host) -> Row:
-    detail = f"has no address of a family (IPv4, IPv6) that {caller.name} has as well"
-    fix = "choose interfaces of a network that both share with MULTIRING_INTERFACES"
-    return Row(listener.name, Finding(Status.FAILED, detail, fix))
+def rate_findings(names: Sequence[str], measured: Sequence[Measured]) -> Iterator[Row]:
+    """What was measured, hosts that send or receive at less than half the rate of the others, and
+    links with less than half of what both ends reach with others."""
+    hosts = range(len(names))
+    for host in hosts:
+        to = [f"{names[t]} {_rate(rate)} {late * 1e3:.2f} ms" for s, t, rate, late in measured if s == host]
+        yield names[host], Finding(Status.OK, f"sends to {', '.join(to)}")
+    sends = {host: max(rate for sender, _, rate, _ in measured if sender == host) for host in hosts}
+    takes = {host: max(rate for _, taker, rate, _ in measured if taker == host) for host in hosts}
+    for best, verb in ((sends, "sends"), (takes, "receives")):
+        median = statistics.median(best.values())
+        for host, rate in best.items():
+            if rate < _SLOW * median:
+                detail = f"{verb} {_rate(rate)} at most; the median of the hosts is {_rate(median)}"
+                fix = "look at its network card, cable and switch port (ethtool), and at who else uses them"
+                yield names[host], Finding(Status.WARNING, detail, fix)
+    for sender, taker, rate, _ in measured:
+        reached = min(sends[sender], takes[taker])
+        if rate < _SLOW * reached:
+            detail = (
+                f"{names[sender]} -> {names[taker]}: {_rate(rate)}; with others both reach {_rate(reached)}"
+            )
+            fix = "look at what is between the two: cables, switches, routes (traceroute)"
+            yield "links", Finding(Status.WARNING, detail, fix)
+
+
+def _rate(rate: float) -> str:
+    """Bytes per second as networks have it: "9.4 Gbit/s"."""
+    bits = rate * 8
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
