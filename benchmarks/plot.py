@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bars", "Line", "Lines", "Panel", "draw"]
 
-MOST_LABELS = 9  # on the axis of sizes
+MAX_LABELS = 9  # on the axis of sizes
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _lines(axes: Axes, panel: Lines) -> None:
     axes.set_ylabel(panel.unit)
     axes.set_xscale("log", base=2)
     known = sorted({x for line in panel.lines for x in line.x})
-    axes.xaxis.set_major_locator(FixedLocator(known[:: -(-len(known) // MOST_LABELS)]))
+    axes.xaxis.set_major_locator(FixedLocator(known[:: -(-len(known) // MAX_LABELS)]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: panel.x_text(x)))
     axes.tick_params(axis="x", labelrotation=30)

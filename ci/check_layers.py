@@ -62,7 +62,7 @@ INTEGRATIONS = {
 }
 # What is no framework, and yet for one integration alone.
 SYSTEMS = {"ray"}
-MOST_PARAMETERS = 8  # *args and **options not counted
+MAX_PARAMETERS = 8  # *args and **options not counted
 # Functions whose parameters are those of another library, which they take the place of.
 GIVEN_SIGNATURES = {
     ("integrations/horovod/runner/functions.py", "run"),
@@ -178,9 +178,9 @@ def signature_findings() -> Iterator[str]:
                 own = *node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs
                 count = len({each.arg for each in own} - NOT_COUNTED)
                 file = str(path.relative_to(ROOT))
-                if count > MOST_PARAMETERS and (file, node.name) not in GIVEN_SIGNATURES:
+                if count > MAX_PARAMETERS and (file, node.name) not in GIVEN_SIGNATURES:
                     place = f"{file}:{node.lineno}"
-                    yield f"{place}: {node.name} has {count} parameters; {MOST_PARAMETERS} are the most"
+                    yield f"{place}: {node.name} has {count} parameters; {MAX_PARAMETERS} are the most"
 
 
 def adapter_findings(path: Path, number: int, name: str, adapter: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_BYTES = 5 * 1024 * 1024
+MAX_BYTES = 5 * 1024 * 1024
 LIBRARIES = {"libmultiring", "_core", "libmultiring_tensorflow", "libmultiring_jax"}
 ALLOWED_LIBRARIES = {
     "libmultiring.so",
@@ -75,8 +75,8 @@ def needed_libraries(library: Path) -> set[str]:
 
 def check(wheel: Path, directory: Path) -> list[str]:
     findings = []
-    if wheel.stat().st_size > MOST_BYTES:
-        findings.append(f"the wheel has {wheel.stat().st_size} bytes; at most {MOST_BYTES} are promised")
+    if wheel.stat().st_size > MAX_BYTES:
+        findings.append(f"the wheel has {wheel.stat().st_size} bytes; at most {MAX_BYTES} are promised")
     unpacked = directory / "unpacked"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)

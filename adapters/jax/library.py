@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL:
     atexit.register(_leave)
     loaded.multiring_jax_register_queue.argtypes = [ctypes.c_void_p]
     loaded.multiring_jax_register_queue.restype = ctypes.c_int64
-    loaded.multiring_jax_flights.restype = ctypes.c_int64
+    loaded.multiring_jax_pending_calls.restype = ctypes.c_int64
     return loaded
 
 

@@ -33,8 +33,8 @@ IMAGE_SIZE = 32
 LR = 0.01
 # A turn: one step that warms up what the others have cooled down, then as many as fit.
 TURN_SECONDS = 0.3
-MOST_STEPS = 5
-FEWEST_TURNS, MOST_TURNS = 5, 40
+MAX_STEPS = 5
+FEWEST_TURNS, MAX_TURNS = 5, 40
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ def _take_turns(
         step()
         slowest = max(slowest, time.perf_counter() - begin)
     slowest = float(comm.allreduce(np.array([slowest]), op="max")[0])
-    per_turn = int(np.clip(TURN_SECONDS / slowest, 1, MOST_STEPS))
-    turns = int(np.clip(seconds / (per_turn * slowest), FEWEST_TURNS, MOST_TURNS))
+    per_turn = int(np.clip(TURN_SECONDS / slowest, 1, MAX_STEPS))
+    turns = int(np.clip(seconds / (per_turn * slowest), FEWEST_TURNS, MAX_TURNS))
     times = np.empty((turns, len(kinds), 2), np.int64)
     for turn in range(turns):
         # Every other round the other way round, so that none always comes after the same one.

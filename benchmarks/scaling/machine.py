@@ -19,7 +19,7 @@ CONTENDERS: dict[str, tuple[str, ...]] = {
 
 # Those that add in a copy of the arrays on each rank: 27 GB of copies on 1,024 ranks, 13 GB on half of them.
 _COPYING = ("recursive doubling", "Open MPI's choice", "MPICH's choice")
-_MOST_RANKS_WITH_COPIES = 512
+_MAX_RANKS_WITH_COPIES = 512
 
 
 @dataclass(frozen=True)
@@ -81,4 +81,4 @@ MACHINE = Machine()
 
 def is_timing_only(contender: str, ranks: int) -> bool:
     """Whether the messages that are measured carry no data, for want of memory; times are the same."""
-    return contender in _COPYING and ranks > _MOST_RANKS_WITH_COPIES
+    return contender in _COPYING and ranks > _MAX_RANKS_WITH_COPIES

@@ -34,8 +34,8 @@ struct ErrorContext {
   std::int64_t bytes = -1;
   double elapsed = -1.0;  ///< seconds since the operation started
   // The same on all ranks. Of a mismatch: the first of those who asked for what most did, and the first who
-  // did not. Of a rank that is lost or missing: `odd` is that rank. Negative: not known. No attributes; `peer`
-  // is one of them.
+  // did not. Of a rank that is lost or missing: `odd` is that rank. Negative: not known. No attributes;
+  // `peer` is one of them.
   int common = -1;
   int odd = -1;
 };

@@ -64,13 +64,13 @@ void mr_queue::abandon() {
 }
 
 std::int64_t mr_queue::keep(const Error& error) {
-  constexpr std::size_t kMostErrors = 16;
+  constexpr std::size_t kMaxErrors = 16;
   static std::atomic<std::int64_t> last_number{0};
   if (abandoned_.load(std::memory_order_acquire)) return 0;  // its lock may be held for ever
   const std::lock_guard lock(mutex_);
   for (const auto& [number, known] : errors_)
     if (known.kind() == error.kind() && std::string_view(known.what()) == error.what()) return number;
-  if (errors_.size() == kMostErrors) errors_.pop_front();
+  if (errors_.size() == kMaxErrors) errors_.pop_front();
   return errors_.emplace_back(++last_number, error).first;
 }
 

@@ -24,7 +24,7 @@ namespace {
 
 // From this size on two synchronisations cost less than staging. Where ranks outnumber the cores, a
 // synchronisation is a context switch.
-constexpr std::size_t kDirectFrom = kLeastSymmetricBytes;
+constexpr std::size_t kDirectFrom = kMinSymmetricBytes;
 constexpr std::size_t kDirectFromCrowded = 8 * 1024;
 
 // Below both sizes, of an array and of all ranks' arrays together, one round of staging memory costs less

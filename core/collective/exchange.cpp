@@ -180,8 +180,8 @@ std::string Exchange::describe_wait(const OperationCall& call, double waited) co
     text += " for " + missing_list(absent, transport_);
   else if (!absent.forwarding.empty())
     text += ": " + not_forwarded_text(absent.forwarding, transport_);
-  constexpr std::size_t kMostListed = 4;
-  for (std::size_t i = 0; i < std::min(absent.late.size(), kMostListed); ++i)
+  constexpr std::size_t kMaxListed = 4;
+  for (std::size_t i = 0; i < std::min(absent.late.size(), kMaxListed); ++i)
     text += "; " + last_operation_text(absent.late[i], ") was last in ");
   return text + kHowToSilence;
 }

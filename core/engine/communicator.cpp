@@ -191,7 +191,7 @@ void Communicator::complete(Operation& operation) const {
     descriptor.key.comm_dtype = options_.comm_dtype;
   if (descriptor.key.comm_dtype == CommDtype::kFloat32 && !has_comm_dtype(descriptor))
     descriptor.key.comm_dtype = CommDtype::kDefault;
-  if (descriptor.bytes >= kLeastSymmetricBytes && operation.pieces.empty() && traits.reduces)
+  if (descriptor.bytes >= kMinSymmetricBytes && operation.pieces.empty() && traits.reduces)
     symmetric_.locate_buffers(operation, transport_->shares_memory());
 }
 

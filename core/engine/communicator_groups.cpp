@@ -13,7 +13,7 @@
 namespace multiring {
 namespace {
 
-constexpr std::size_t kMostPage = std::size_t{64} << 10;
+constexpr std::size_t kMaxPage = std::size_t{64} << 10;
 
 }  // namespace
 
@@ -152,8 +152,8 @@ std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t by
   operation.descriptor.shape[0] = bytes;
   throw_if_abandoned();
   // Parts are whole pages, one after the other.
-  constexpr std::size_t kMost = static_cast<std::size_t>(std::numeric_limits<std::ptrdiff_t>::max());
-  if (bytes > kMost / static_cast<std::size_t>(size()) - kMostPage)
+  constexpr std::size_t kMax = static_cast<std::size_t>(std::numeric_limits<std::ptrdiff_t>::max());
+  if (bytes > kMax / static_cast<std::size_t>(size()) - kMaxPage)
     throw_usage(operation, "so much for each of " + std::to_string(size()) + " ranks has no addresses");
   complete(operation);
   const OperationLock operation_lock(*this, operation, options);

@@ -15,7 +15,7 @@ namespace multiring {
 namespace {
 
 constexpr std::chrono::milliseconds kCheckInterval(5);
-constexpr std::size_t kMostListed = 6;
+constexpr std::size_t kMaxListed = 6;
 
 /// "rank 0 submitted 'a' and waits for rank 1, which has not submitted it"
 std::string sentence(const Unmatched& unmatched, const Communicator& communicator) {
@@ -122,9 +122,9 @@ std::string NamedQueue::describe_unmatched() const {
     return std::count(one.announced.begin(), one.announced.end(), rank()) > 0;
   });
   std::string text;
-  for (std::size_t i = 0; i < std::min(all.size(), kMostListed); ++i)
+  for (std::size_t i = 0; i < std::min(all.size(), kMaxListed); ++i)
     text += (i > 0 ? "; " : "") + sentence(all[i], *data_);
-  if (all.size() > kMostListed) text += "; and " + std::to_string(all.size() - kMostListed) + " more";
+  if (all.size() > kMaxListed) text += "; and " + std::to_string(all.size() - kMaxListed) + " more";
   return text;
 }
 

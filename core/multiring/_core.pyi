@@ -84,6 +84,10 @@ class OpKind:
     """
     Members:
 
+      SEND
+
+      RECV
+
       ALLREDUCE
 
       REDUCE_SCATTER
@@ -99,10 +103,6 @@ class OpKind:
       SCATTER
 
       BARRIER
-
-      SEND
-
-      RECV
     """
 
     ALLGATHER: typing.ClassVar[OpKind]
@@ -313,10 +313,6 @@ class Communicator:
         False: an array is not contiguous, nothing was done.
         """
     def close(self) -> None: ...
-    def set_tuning(self, tuning: str) -> None:
-        """
-        Allreduces from here on go as a tuning says; called between the same operations on all ranks.
-        """
     def numpy_allreduce(self) -> typing.Any:
         """
         A quicker allreduce for C-ordered NumPy arrays, as a function:
@@ -336,6 +332,10 @@ class Communicator:
         tag: typing.SupportsInt | typing.SupportsIndex,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
     ) -> None: ...
+    def set_tuning(self, tuning: str) -> None:
+        """
+        Allreduces from here on go as a tuning says; called between the same operations on all ranks.
+        """
     def split(
         self,
         color: typing.SupportsInt | typing.SupportsIndex,

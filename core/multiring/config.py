@@ -10,50 +10,16 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from multiring import _core
 from multiring.errors import UsageError
 
-__all__ = ["VARIABLES", "Setting", "Settings", "Variable", "describe", "load", "unknown_variables"]
+if TYPE_CHECKING:
+    from multiring.settings import Settings
+
+__all__ = ["VARIABLES", "Setting", "Variable", "describe", "load", "unknown_variables"]
 
 PREFIX = "MULTIRING_"
-
-
-class Settings(_core.JobSettings):
-    """What the environment says, checked: what the core is told (`VARIABLES` describes each), and this.
-
-    Attributes:
-        rank: Rank given by `multiring run`, or None without it; with it go `size`, `local_rank`,
-            `local_size`, `cross_rank` and `cross_size`, each None where its variable is absent.
-        store: URL of the rendezvous store (`file:///dir` or `tcp://host:port`); empty means none was given.
-        secret: Per-job secret, or None.
-        job_id: Name of the job; empty means none was given.
-        log_level: "debug", "info", "warning" or "error".
-        tuning: File that says which algorithms allreduces across hosts use; the core is told what it says.
-        transport: "tcp" or "mpi", between hosts; empty means that the launcher decides.
-        mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
-        check_every: Training steps between two comparisons of the training state over ranks; 0 means never.
-    """
-
-    rank: int | None = None
-    size: int | None = None
-    local_rank: int | None = None
-    local_size: int | None = None
-    cross_rank: int | None = None
-    cross_size: int | None = None
-    store: str = ""
-    secret: bytes | None = None
-    job_id: str = ""
-    log_level: str = "warning"
-    transport: str = ""
-    mpi_bridge: str = ""
-    check_every: int = 100
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__()
-        for field, value in values.items():
-            setattr(self, field, value)
 
 
 @dataclass(frozen=True)
@@ -82,6 +48,8 @@ class Variable:
     @property
     def default(self) -> str:
         """The text that stands for an absent variable; "" means there is no value."""
+        from multiring.settings import Settings  # loads the native library; diagnostics do without
+
         value = getattr(Settings(), self.field)
         if isinstance(value, float):
             return f"{value:g}"
@@ -286,6 +254,8 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
     Raises:
         UsageError: A value is not accepted; names the variable, the value and what is accepted.
     """
+    from multiring.settings import Settings
+
     values: dict[str, Any] = {}
     for variable in VARIABLES:
         if text := environ.get(variable.name, "").strip():

@@ -18,6 +18,7 @@ from multiring.log import configure_log
 from multiring.rendezvous.connect import connect
 from multiring.rendezvous.joined import tell_launcher
 from multiring.rendezvous.mpi import job as mpi_job
+from multiring.settings import Settings
 from multiring.tuning.startup import use_measured_algorithms
 from multiring.tuning.table import Tuning, ranks_of_hosts
 
@@ -100,7 +101,7 @@ def init(comm: Any = None) -> Communicator:
         return joined
 
 
-def _join(comm: Any, settings: config.Settings) -> Communicator:
+def _join(comm: Any, settings: Settings) -> Communicator:
     """The world, which nobody else sees before all ranks are done with it here."""
     core = connect(comm, settings, _generation, _held)
     joined = Communicator(core)

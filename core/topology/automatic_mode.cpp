@@ -15,9 +15,9 @@ namespace {
 // 64 hosts that were simulated (models/scaling) were within a tenth of the quickest of their sizes.
 constexpr double kStepInMessages = 2.5;
 // So few are not divided.
-constexpr int kMostUndivided = 8;
+constexpr int kMaxUndivided = 8;
 // So much may more dimensions send.
-constexpr double kMostBytes = 1.05;
+constexpr double kMaxBytes = 1.05;
 
 /// Finds the sizes of the dimensions across hosts. Between n hosts each rank sends a message to n - 1 others;
 /// in dimensions of n1 x n2 x ... only n1 - 1 + n2 - 1 + ..., in more steps. They send the same bytes, unless
@@ -29,7 +29,7 @@ class HostDimensions {
   std::vector<int> best() {
     best_ = {cluster_.host_count()};
     least_ = steps_and_messages(best_);
-    most_bytes_ = bytes(best_) * kMostBytes;
+    most_bytes_ = bytes(best_) * kMaxBytes;
     std::vector<int> none;
     try_all(none, cluster_.host_count());
     return best_;
@@ -104,7 +104,7 @@ Mode flat_mode(const Cluster& cluster) {
 
 Mode automatic_mode(const Cluster& cluster) {
   Mode mode = flat_mode(cluster);
-  if (cluster.host_count() <= kMostUndivided) return mode;
+  if (cluster.host_count() <= kMaxUndivided) return mode;
   mode.pop_back();
   for (const int size : HostDimensions(cluster).best()) mode.push_back({size});
   return mode;

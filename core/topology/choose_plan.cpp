@@ -12,8 +12,8 @@ namespace multiring {
 namespace {
 
 // Below this a message costs more than what it carries, and above the caches hold it no longer.
-constexpr std::size_t kLeastSegmentBytes = 4 * 1024;
-constexpr std::size_t kMostSegmentBytes = 16 * 1024 * 1024;
+constexpr std::size_t kMinSegmentBytes = 4 * 1024;
+constexpr std::size_t kMaxSegmentBytes = 16 * 1024 * 1024;
 
 // A prediction is not more accurate than this, so of plans this close the one that comes first is taken:
 // algorithms in the order below, one channel before several, and large segments before small ones.
@@ -52,7 +52,7 @@ std::vector<Mode> combinations(const Mode& mode, bool reproducible) {
 std::vector<std::size_t> segments(const Plan& plan) {
   if (plan.segment() != 0) return {plan.segment()};
   std::vector<std::size_t> found{0};
-  for (std::size_t bytes = kMostSegmentBytes; bytes >= kLeastSegmentBytes; bytes /= 2)
+  for (std::size_t bytes = kMaxSegmentBytes; bytes >= kMinSegmentBytes; bytes /= 2)
     if (bytes < plan.largest_chunk() * plan.element_bytes()) found.push_back(bytes / plan.element_bytes());
   return found;
 }

@@ -12,7 +12,7 @@ namespace multiring {
 namespace {
 
 constexpr std::string_view kLetters = "prdt";  // by the number of the algorithm
-constexpr int kMostRanks = 1 << 24;
+constexpr int kMaxRanks = 1 << 24;
 
 [[noreturn]] void fail_to_parse(std::string_view text, const std::string& reason) {
   throw_usage(
@@ -25,7 +25,7 @@ Dimension parse_dimension(std::string_view whole, std::string_view text) {
   Dimension dimension;
   const char* end = text.data() + text.size();
   const auto [rest, error] = std::from_chars(text.data(), end, dimension.size);
-  if (error == std::errc::result_out_of_range || dimension.size > kMostRanks)
+  if (error == std::errc::result_out_of_range || dimension.size > kMaxRanks)
     fail_to_parse(whole, "'" + std::string(text) + "' is too large");
   if (error != std::errc() || dimension.size < 1)
     fail_to_parse(whole, "'" + std::string(text) + "' does not start with a number of 1 or more");
@@ -81,8 +81,7 @@ void require_fit(const Mode& mode, const Cluster& cluster) {
   std::int64_t product = 1;
   for (const Dimension& dimension : mode) {
     product *= dimension.size;
-    if (product > kMostRanks)
-      throw_usage(name + " is for more than " + std::to_string(kMostRanks) + " ranks");
+    if (product > kMaxRanks) throw_usage(name + " is for more than " + std::to_string(kMaxRanks) + " ranks");
   }
   if (product != cluster.size())
     throw_usage(name + " is for " + std::to_string(product) + " ranks, but there are " +

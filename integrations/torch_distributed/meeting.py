@@ -18,6 +18,7 @@ from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
 from multiring.rendezvous.joined import tell_launcher
 from multiring.rendezvous.offered_store import meet
+from multiring.settings import Settings
 from multiring.store import Interrupt, Store
 from multiring.store.base import check_key, check_value, no_such_key
 from multiring.tuning.startup import use_measured_algorithms
@@ -126,7 +127,7 @@ def connect_group(given: Any) -> Communicator:
     return joined
 
 
-def _meet(store: TorchStore, rank: int, size: int, settings: config.Settings) -> tuple[Store, str]:
+def _meet(store: TorchStore, rank: int, size: int, settings: Settings) -> tuple[Store, str]:
     """The store, and how keys begin that belong to this meeting: torch's outlives process groups, and later
     ones have the same names."""
     if size == 1:
@@ -149,7 +150,7 @@ def _opener(store: TorchStore) -> Callable[[float], Store]:
     return reopen
 
 
-def _agree_on_secret(store: Store, prefix: str, rank: int, settings: config.Settings) -> bytes:
+def _agree_on_secret(store: Store, prefix: str, rank: int, settings: Settings) -> bytes:
     """Rank 0 makes one, unless the user has given one to all ranks."""
     key = f"{prefix}secret"
     if rank == 0:

@@ -23,10 +23,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
-from multiring import config, errors
+from multiring import errors
 from multiring.errors import MultiringError, UsageError
 from multiring.rendezvous.launch_environment import TORCHRUN_SCHEME, Placement
 from multiring.rendezvous.offered_store import offer_store, ranks_text, signed, signed_in
+from multiring.settings import Settings
 from multiring.store import Store, TcpStore
 
 __all__ = ["TorchStore", "is_meant", "meet"]
@@ -60,7 +61,7 @@ def is_meant(place: Placement) -> bool:
 
 def meet(
     place: Placement,
-    settings: config.Settings,
+    settings: Settings,
     connect: Callable[[str, int, float], TorchStore] | None = None,
 ) -> tuple[Placement, Store]:
     """Brings the ranks of a job together. Collective.
@@ -98,7 +99,7 @@ class _OfferKey:
     """The one key of ours in torchrun's store, under which is what rank 0 offers."""
 
     def __init__(
-        self, place: Placement, settings: config.Settings, connect: Callable[[str, int, float], TorchStore]
+        self, place: Placement, settings: Settings, connect: Callable[[str, int, float], TorchStore]
     ) -> None:
         parts = urllib.parse.urlsplit(place.store_url)
         self.host, self.port = parts.hostname or "", parts.port or 0
@@ -142,7 +143,7 @@ class _OfferKey:
         return UsageError(f"rank {self._rank} cannot reach {self}, where the ranks meet: {reason}. {_REMEDY}")
 
 
-def _secret(offer: dict[str, Any], settings: config.Settings) -> bytes:
+def _secret(offer: dict[str, Any], settings: Settings) -> bytes:
     if settings.secret is None and "secret" not in offer:
         raise UsageError("rank 0 has a MULTIRING_SECRET and this rank has none: set it on all ranks")
     return settings.secret or bytes.fromhex(offer["secret"])
@@ -157,7 +158,7 @@ def _confirmed_key(offer: dict[str, Any]) -> str:
     return f"{offer['job']}/confirmed"
 
 
-def _serve(place: Placement, settings: config.Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
+def _serve(place: Placement, settings: Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
     """Rank 0's part: offers a store, waits for the number of every rank there and confirms them."""
     offer = offer_store(settings.interfaces, settings.secret)
     here, port = offer["addresses"][-1]
@@ -192,7 +193,7 @@ def _serve(place: Placement, settings: config.Settings, offers: _OfferKey) -> tu
         return offer, store
 
 
-def _join(place: Placement, settings: config.Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
+def _join(place: Placement, settings: Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
     """The others' part: writes a number wherever rank 0 offers a store, until it is confirmed."""
     number = secrets.token_hex(8)
     why = "it has not said where: it has not called multiring.init(), or is not running"

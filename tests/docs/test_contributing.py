@@ -33,26 +33,29 @@ void rotate(Exchange& exchange, const OperationCall& call, Operation& operation)
 
 }  // namespace multiring
 """
+ROW = """    {.name = "rotate",
+     .run = rotate,
+     .compared = Compared::kElements,
+     .output = Output::kSame,
+     .overlap = Overlap::kDisjoint,
+     .needs_input = true},
+"""
+DECLARATION = (
+    "MULTIRING_API void rotate(Exchange& exchange, const OperationCall& call, Operation& operation);\n"
+)
+METHOD = '''    def rotate(self, x: Array, timeout: float | None = None) -> Array:
+        """Gives every rank the array of the rank before it."""
+        operation = self._operation("ROTATE", None)
+        return self._run(operation, set_arrays(operation, x, None), timeout)
+
+'''
 # By file: what an edit stands in front of, and what it adds. All files without which it does not run.
 EDITS = {
     "core/collective/descriptor.h": ("  kCount,", "  kRotate,\n"),
-    "core/collective/kinds.cpp": (
-        "};\nstatic_assert(std::size(kTraits)",
-        '{.name = "rotate", .run = rotate, .compared = Compared::kElements, .output = Output::kSame,\n'
-        " .overlap = Overlap::kDisjoint, .needs_input = true},\n",
-    ),
-    "core/collective/collectives.h": (
-        "MULTIRING_API void barrier(",
-        "MULTIRING_API void rotate(Exchange& exchange, const OperationCall& call, Operation& operation);\n",
-    ),
+    "core/collective/kinds.cpp": ("};\nstatic_assert(std::size(kTraits)", ROW),
+    "core/collective/collectives.h": ("MULTIRING_API void barrier(", DECLARATION),
     "core/base/protocol.h": ("inline constexpr std::uint32_t kProtocol", "// rotate\n"),
-    "core/multiring/collectives.py": (
-        "    # Shared by the collectives.",
-        "    def rotate(self, x: Array, timeout: float | None = None) -> Array:\n"
-        '        """Gives every rank the array of the rank before it."""\n'
-        '        operation = self._operation("ROTATE", None)\n'
-        "        return self._run(operation, set_arrays(operation, x, None), timeout)\n\n",
-    ),
+    "core/multiring/collectives.py": ("    # Shared by the collectives.", METHOD),
 }
 PROGRAM = """
 import numpy as np, multiring
@@ -80,7 +83,9 @@ def run(*command: str, **environ: str) -> str:
 
 @pytest.mark.full
 def test_a_collective_that_is_added_as_described_runs(tmp_path: Path) -> None:
-    described = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("*A collective*")[2].partition("\n*A ")[0]
+    described = (
+        (REPOSITORY / "CONTRIBUTING.md").read_text().partition("*A collective*")[2].partition("\n*A ")[0]
+    )
     copy, prefix = tmp_path / "copy", tmp_path / "prefix"
     for name in ("CMakeLists.txt", "cmake", "core", "adapters/CMakeLists.txt"):
         if (source := REPOSITORY / name).is_dir():

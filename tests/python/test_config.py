@@ -6,12 +6,13 @@ import pytest
 
 from multiring import _core, config
 from multiring.errors import UsageError
+from multiring.settings import Settings
 from tests.support import REPOSITORY
 
 
 def test_the_table_sets_every_setting_and_nothing_else() -> None:
     core = {name for name, value in vars(_core.JobSettings).items() if isinstance(value, property)}
-    own = config.Settings.__annotations__
+    own = Settings.__annotations__
     assert {variable.field for variable in config.VARIABLES} == core | set(own)
 
 
@@ -20,7 +21,7 @@ READ: dict[str, dict[str, object]] = {
     "rank": {"1": 1, " ": None},
     "size": {"2": 2},
     "secret": {"00ff" * 8: bytes.fromhex("00ff" * 8)},
-    "timeout": {" 12.5 ": 12.5, "": config.Settings().timeout},
+    "timeout": {" 12.5 ": 12.5, "": Settings().timeout},
     "log_level": {"DEBUG": "debug"},
     "spin_microseconds": {"0": 0.0, "": 40.0},
     "heartbeat": {"30": 30.0},

@@ -150,6 +150,6 @@ extern "C" MR_API std::int64_t multiring_jax_register_queue(void* queue) {
 }
 
 /// Submissions whose end no program has run. For tests.
-extern "C" MR_API std::int64_t multiring_jax_flights() {
+extern "C" MR_API std::int64_t multiring_jax_pending_calls() {
   return static_cast<std::int64_t>(multiring::xla::PendingTable::instance().count());
 }

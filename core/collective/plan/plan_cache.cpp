@@ -64,7 +64,7 @@ std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transpo
   if (cluster_.hosts.empty()) cluster_ = find_cluster(transport);
   auto made =
       std::make_shared<RankSchedule>(make_schedule(plan(count, dtype, rounded, mode), transport.rank()));
-  if (recent_.size() >= kMostSchedules) {
+  if (recent_.size() >= kMaxSchedules) {
     index_.erase(recent_.back().first);
     recent_.pop_back();
   }

@@ -21,7 +21,7 @@ namespace multiring {
 class MULTIRING_API PlanCache {
  public:
   // Enough for the gradients of a training step, whose sizes repeat.
-  static constexpr std::size_t kMostSchedules = 256;
+  static constexpr std::size_t kMaxSchedules = 256;
 
   /// All allreduces of at least one byte use plans of this mode, whatever the tuning. Raises a usage error
   /// unless the mode fits the ranks and keeps the canonical order.

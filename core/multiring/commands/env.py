@@ -43,19 +43,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "versions": versions(),
         "machine": _machine(),
-        "launcher": _launcher(environ),
-        "settings": [
-            {
-                "name": setting.variable.name,
-                "value": setting.text,
-                "source": setting.source,
-                "default": setting.variable.default,
-                "accepted": setting.variable.type,
-                "description": setting.variable.description,
-            }
-            for setting in config.describe(environ)
-        ],
-        "unknown_variables": config.unknown_variables(environ),
+        **_settings(environ),
     }
 
 
@@ -92,6 +80,30 @@ def _machine() -> dict[str, Any]:
         "memory bytes": machine.memory_total(),
         "memory limit bytes": machine.memory_limit(),
     }
+
+
+def _settings(environ: Mapping[str, str]) -> dict[str, Any]:
+    unknown = config.unknown_variables(environ)
+    try:
+        settings = [
+            {
+                "name": setting.variable.name,
+                "value": setting.text,
+                "source": setting.source,
+                "default": setting.variable.default,
+                "accepted": setting.variable.type,
+                "description": setting.variable.description,
+            }
+            for setting in config.describe(environ)
+        ]
+        return {"launcher": _launcher(environ), "settings": settings, "unknown_variables": unknown}
+    except ImportError as error:  # settings have the native library's defaults
+        problem = f"the native library cannot be loaded: {error}"
+        return {
+            "launcher": {"name": "unclear", "problem": problem},
+            "settings": [],
+            "unknown_variables": unknown,
+        }
 
 
 def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from multiring.tuning.table import AUTO, OFF, ROUNDS, Tuning, ranks_of_hosts
 __all__ = ["add_arguments", "main"]
 
 DEFAULT_SIZES = [1024 * 4**power for power in range(9)]
-_MOST_PAIRS = 8
+_MAX_PAIRS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +131,7 @@ def _measure_link(comm: Communicator) -> tuple[float, float]:
     hosts = comm._core.hosts
     first = [hosts.index(host) for host in dict.fromkeys(hosts)]
     own: list[tuple[float, float]] = []
-    for sender, receiver in list(pairwise(first))[:_MOST_PAIRS]:
+    for sender, receiver in list(pairwise(first))[:_MAX_PAIRS]:
         if comm.rank == sender:
             own.append(links.probe(comm, receiver))
         elif comm.rank == receiver:

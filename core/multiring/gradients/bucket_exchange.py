@@ -27,7 +27,7 @@ Flags = tuple[NDArray[np.bool_], NDArray[np.bool_]]
 """Of all ranks: per slot, any rank has produced it; per rank, it has data."""
 
 # A raised flag crosses as about 1 / postscale, and float16 has nothing below 2^-24.
-_MOST_POSTSCALE = 2.0**14
+_MAX_POSTSCALE = 2.0**14
 
 
 class BucketExchange(Protocol):
@@ -53,10 +53,10 @@ class DenseExchange:
     def __init__(self, comm: Communicator, memory: BucketMemory, options: ReducerOptions) -> None:
         # Within a host nothing is rounded.
         comm_dtype = (options.comm_dtype or comm.comm_dtype) if comm.cross_size > 1 else "float32"
-        if comm_dtype == "float16" and abs(options.postscale) > _MOST_POSTSCALE:
+        if comm_dtype == "float16" and abs(options.postscale) > _MAX_POSTSCALE:
             raise UsageError(
                 f"postscale is {options.postscale:g}, with which gradients that cross hosts as float16 are "
-                f"lost before they are scaled; it may be {_MOST_POSTSCALE:g} at most: scale more by prescale"
+                f"lost before they are scaled; it may be {_MAX_POSTSCALE:g} at most: scale more by prescale"
             )
         self._comm, self._memory, self._options = comm, memory, options
 

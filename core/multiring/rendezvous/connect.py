@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from multiring import _core, config
+from multiring import _core
 from multiring.errors import MultiringError, UsageError
 from multiring.rendezvous import launch_environment, offered_store
 from multiring.rendezvous.children import check_not_taken, forget_place, note_place
@@ -22,6 +22,7 @@ from multiring.rendezvous.launch_environment import Placement
 from multiring.rendezvous.mpi import job as mpi_job
 from multiring.rendezvous.mpi.bridge import carries
 from multiring.rendezvous.user_secret import OTHER_USER_SECRET
+from multiring.settings import Settings
 from multiring.store import OTHER_SECRET, FileStore, Interrupt, Store, open_store, serve_store
 from multiring.tuning.table import OFF
 from multiring.tuning.table import load as load_tuning
@@ -52,7 +53,7 @@ class _Prefixed(Store):
         return self._store.get(self._prefix + key, timeout, interrupt)
 
 
-def connect(comm: Any, settings: config.Settings, generation: int, held: ExitStack) -> _core.Communicator:
+def connect(comm: Any, settings: Settings, generation: int, held: ExitStack) -> _core.Communicator:
     """Meets the other ranks and connects with them. Collective.
 
     Args:
@@ -77,7 +78,7 @@ def connect(comm: Any, settings: config.Settings, generation: int, held: ExitSta
     return core
 
 
-def _connect_ranks(place: Placement, settings: config.Settings, generation: int) -> _core.Communicator:
+def _connect_ranks(place: Placement, settings: Settings, generation: int) -> _core.Communicator:
     if carries(settings, place.launcher, place.is_spread):
         job = mpi_job.join_launched(place.rank, place.size, place.launcher, settings)
         return _connect_mpi(job, settings)
@@ -85,7 +86,7 @@ def _connect_ranks(place: Placement, settings: config.Settings, generation: int)
 
 
 def connect_members(
-    store: Store, rank: int, size: int, settings: config.Settings, *, job: str, secret: bytes
+    store: Store, rank: int, size: int, settings: Settings, *, job: str, secret: bytes
 ) -> _core.Communicator:
     """Connects ranks that have met by themselves, wherever they are. Collective.
 
@@ -110,7 +111,7 @@ def connect_members(
     return _core.connect(store if size > 1 else None, options)
 
 
-def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOptions:
+def _options(rank: int, size: int, settings: Settings) -> _core.WorldOptions:
     options = _core.WorldOptions(settings)
     options.rank = rank
     options.size = size
@@ -143,7 +144,7 @@ def _place_in_program() -> str:
 
 
 @contextmanager
-def _telling_if_late(place: Placement, settings: config.Settings) -> Iterator[None]:
+def _telling_if_late(place: Placement, settings: Settings) -> Iterator[None]:
     """Warns if this rank waits where ranks meet: rank 1, and one of each host. Whom rank 0 waits for it says
     itself."""
     whom = "rank 0, which has not come, or waits for others itself"
@@ -166,7 +167,7 @@ def _telling_if_late(place: Placement, settings: config.Settings) -> Iterator[No
         timer.cancel()
 
 
-def _connect_mpi(job: mpi_job.MpiJob, settings: config.Settings) -> _core.Communicator:
+def _connect_mpi(job: mpi_job.MpiJob, settings: Settings) -> _core.Communicator:
     options = _options(job.rank, job.size, settings)
     options.spread = job.size > 1
     options.secret = job.secret
@@ -179,7 +180,7 @@ def _connect_mpi(job: mpi_job.MpiJob, settings: config.Settings) -> _core.Commun
         return _core.connect(_Prefixed(store, f"{job.job_id}/"), options)
 
 
-def _connect_launched(place: Placement, settings: config.Settings, generation: int) -> _core.Communicator:
+def _connect_launched(place: Placement, settings: Settings, generation: int) -> _core.Communicator:
     options = _options(place.rank, place.size, settings)
     options.spread = place.is_spread and place.size > 1
     with ExitStack() as stack:
@@ -206,7 +207,7 @@ def _hosts_of_ranks(place: Placement, store: Store) -> list[str]:
     return []
 
 
-def _meet(place: Placement, settings: config.Settings, generation: int) -> tuple[Placement, Store, str]:
+def _meet(place: Placement, settings: Settings, generation: int) -> tuple[Placement, Store, str]:
     """The place with all that is known once the ranks have met, the store where they did, and how the keys of
     this generation begin there."""
     meeting = importlib.import_module(_MEETINGS[place.launcher]) if place.launcher in _MEETINGS else None
@@ -231,7 +232,7 @@ def _meet(place: Placement, settings: config.Settings, generation: int) -> tuple
     )
 
 
-def _open(place: Placement, settings: config.Settings, timeout: float) -> Store:
+def _open(place: Placement, settings: Settings, timeout: float) -> Store:
     """Opens the store where the ranks meet. A foreign launcher serves none: where one is named, rank 0
     does."""
     others = _serve(place) if place.rank == 0 and place.launcher != "multiring" else None

@@ -6,10 +6,13 @@ Where the ranks are; that they have joined the job; that they have said why it f
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
 
-from multiring import config
 from multiring.errors import MultiringError
 from multiring.store import OTHER_SECRET, open_store
+
+if TYPE_CHECKING:
+    from multiring.settings import Settings
 
 __all__ = ["HOSTS_KEY", "JOINED_KEY", "TOLD_KEY", "tell_launcher"]
 
@@ -19,7 +22,7 @@ TOLD_KEY = "launcher/told"  # the program has told the user why it ends with ano
 _SECONDS = 10.0
 
 
-def tell_launcher(settings: config.Settings, key: str = JOINED_KEY) -> None:
+def tell_launcher(settings: Settings, key: str = JOINED_KEY) -> None:
     """Set a key in the launcher's store, if there is one; `JOINED_KEY` on one rank, once it has joined."""
     if settings.store and settings.secret:
         with contextlib.suppress(MultiringError):  # the job works without it

@@ -17,6 +17,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multiring import config
 from multiring.errors import UsageError
@@ -24,6 +25,9 @@ from multiring.rendezvous import slurm
 from multiring.rendezvous.mpi.bridge import carries
 from multiring.rendezvous.user_secret import job_secret
 from multiring.store.file import job_directory_prefix
+
+if TYPE_CHECKING:
+    from multiring.settings import Settings
 
 __all__ = ["TORCHRUN_SCHEME", "Placement", "detect"]
 
@@ -97,7 +101,7 @@ def detect(
     return Placement(0, 1, 0, 1, 0, 1, "none", "", None, f"none-{os.getpid()}")
 
 
-def _checked(place: Placement, settings: config.Settings, environ: Mapping[str, str]) -> Placement:
+def _checked(place: Placement, settings: Settings, environ: Mapping[str, str]) -> Placement:
     pairs = (
         ("rank", place.rank, place.size),
         ("local rank", place.local_rank, place.local_size),
@@ -122,7 +126,7 @@ def _checked(place: Placement, settings: config.Settings, environ: Mapping[str, 
     return place
 
 
-def _from_multiring(settings: config.Settings) -> Placement | None:
+def _from_multiring(settings: Settings) -> Placement | None:
     given = {
         "MULTIRING_RANK": settings.rank,
         "MULTIRING_SIZE": settings.size,
@@ -164,7 +168,7 @@ class _Job:
 
     launcher: str
     environ: Mapping[str, str]
-    settings: config.Settings
+    settings: Settings
     launcher_process: Callable[[str], str]
 
     def number(self, name: str, default: int | None = None) -> int:
@@ -279,7 +283,7 @@ _FOREIGN: dict[str, tuple[Callable[[Mapping[str, str]], bool], Callable[[_Job], 
 
 
 def _meeting_on_first_host(
-    place: Placement, settings: config.Settings, environ: Mapping[str, str], key: list[str]
+    place: Placement, settings: Settings, environ: Mapping[str, str], key: list[str]
 ) -> Placement:
     """The place with a store on the host of rank 0, where the user has named none.
 

@@ -39,7 +39,7 @@ _LOOK_SECONDS = 0.1
 _OTHER_SECONDS = 3.0
 
 # More addresses than this are of containers; what ranks tell each other has an end.
-_MOST_ADDRESSES = 16
+_MAX_ADDRESSES = 16
 
 
 def offer_store(interfaces: Sequence[str], secret: bytes | None = None) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def offer_store(interfaces: Sequence[str], secret: bytes | None = None) -> dict[
     wanted = [each for each in addresses if ":" not in each] or addresses  # one family: a port listens on one
     only_ipv6 = bool(wanted) and ":" in wanted[0]
     server, served = _serve("::" if only_ipv6 else "0.0.0.0", secret)
-    told = [*wanted[:_MOST_ADDRESSES], "::1" if only_ipv6 else "127.0.0.1"]
+    told = [*wanted[:_MAX_ADDRESSES], "::1" if only_ipv6 else "127.0.0.1"]
     return {
         "job": secrets.token_hex(8),
         "addresses": [(host, server.port) for host in told],

@@ -20,7 +20,7 @@ __all__ = ["prove_to_client", "prove_to_server"]
 _GREETING = b"multiring store 1 "
 _REFUSAL = b"refused"
 _NUMBER_BYTES = 32
-_MOST_BYTES = 256
+_MAX_BYTES = 256
 
 
 def prove_to_client(connection: Connection, secret: bytes) -> None:
@@ -32,7 +32,7 @@ def prove_to_client(connection: Connection, secret: bytes) -> None:
     """
     ours = secrets.token_bytes(_NUMBER_BYTES)
     connection.send_bytes(_GREETING + ours)
-    answer = connection.recv_bytes(_MOST_BYTES)
+    answer = connection.recv_bytes(_MAX_BYTES)
     theirs, proof = answer[:_NUMBER_BYTES], answer[_NUMBER_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs)):
         connection.send_bytes(_REFUSAL)
@@ -47,13 +47,13 @@ def prove_to_server(connection: Connection, secret: bytes) -> None:
         AuthenticationError: The server has another secret, or is something else.
         OSError, EOFError: It has hung up.
     """
-    greeting = connection.recv_bytes(_MOST_BYTES)
+    greeting = connection.recv_bytes(_MAX_BYTES)
     theirs = greeting.removeprefix(_GREETING)
     if not greeting.startswith(_GREETING) or len(theirs) != _NUMBER_BYTES:
         raise AuthenticationError("what answers is no store")
     ours = secrets.token_bytes(_NUMBER_BYTES)
     connection.send_bytes(ours + _proof(secret, b"client", theirs, ours))
-    if not hmac.compare_digest(connection.recv_bytes(_MOST_BYTES), _proof(secret, b"server", theirs, ours)):
+    if not hmac.compare_digest(connection.recv_bytes(_MAX_BYTES), _proof(secret, b"server", theirs, ours)):
         raise AuthenticationError("the server has another secret")
 
 

@@ -39,8 +39,8 @@ _SEGMENTS_FROM = 256 * 1024
 _SEGMENTS = (32 * 1024, 64 * 1024)
 
 _TURN_SECONDS = 0.004
-_MOST_CALLS = 16
-_LEAST_TURNS, _MOST_TURNS = 5, 25
+_MAX_CALLS = 16
+_MIN_TURNS, _MAX_TURNS = 5, 25
 _UNMEASURED_TURNS = 2
 
 
@@ -123,7 +123,7 @@ def measure(
             plan = next(each for each in here if each.algorithm == Algorithm(AUTO))
             kept = [each for each in here if not each.algorithm.segment and not _is_hopeless(each, plan)]
             algorithms = [each.algorithm for each in kept]
-            least_per_byte = sum(each.seconds for each in kept) * (_UNMEASURED_TURNS + _LEAST_TURNS) / nbytes
+            least_per_byte = sum(each.seconds for each in kept) * (_UNMEASURED_TURNS + _MIN_TURNS) / nbytes
             best = min(here, key=lambda each: each.seconds)
             report(f"{size_text(nbytes)}: {best.algorithm} is quickest, {seconds_text(best.seconds)}")
     finally:
@@ -158,9 +158,9 @@ def _measure_size(
     for algorithm in algorithms:  # connects
         turn(algorithm, 1)
     estimates = _of_slowest(comm, [turn(algorithm, 1) for algorithm in algorithms])
-    calls = [int(np.clip(turn_seconds / each, 1, _MOST_CALLS)) for each in estimates]
+    calls = [int(np.clip(turn_seconds / each, 1, _MAX_CALLS)) for each in estimates]
     once = sum(each * count for each, count in zip(estimates, calls, strict=True))
-    turns = int(np.clip(seconds / once, _LEAST_TURNS, _MOST_TURNS))
+    turns = int(np.clip(seconds / once, _MIN_TURNS, _MAX_TURNS))
     times = [
         [turn(algorithm, count) for algorithm, count in zip(algorithms, calls, strict=True)]
         for _ in range(turns)

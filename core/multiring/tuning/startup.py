@@ -34,7 +34,7 @@ _SIZES = (1024, 8 * 1024, 32 * 1024, 128 * 1024)
 _SECONDS = 0.2
 # Where a barrier takes longer than this, ranks wait for processors, or for a network on which so many
 # allreduces would take too long.
-_MOST_BARRIER_SECONDS = 0.002
+_MAX_BARRIER_SECONDS = 0.002
 _BARRIERS = 5
 # Of what is used anyway an algorithm may take so much, by the lines and at the nearest measured size.
 _QUICKER = 0.8
@@ -50,7 +50,7 @@ def use_measured_algorithms(comm: Communicator) -> Tuning | None:
         What is followed from here on, the same on all ranks; None where nothing beats what is used anyway,
         or was not measured because it would take too long.
     """
-    if comm.size == 2 or _barrier_seconds(comm) > _MOST_BARRIER_SECONDS:
+    if comm.size == 2 or _barrier_seconds(comm) > _MAX_BARRIER_SECONDS:
         return None  # two ranks send each other everything by any algorithm
     began = time.perf_counter()
     measured = measure(comm, _SIZES, _SECONDS, _log.debug, turn_seconds=0.0)

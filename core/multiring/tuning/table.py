@@ -13,7 +13,7 @@ from multiring.errors import UsageError
 __all__ = ["AUTO", "OFF", "ROUNDS", "Algorithm", "SizeClass", "Tuning", "load", "ranks_of_hosts"]
 
 FORMAT = "multiring tuning 1"
-_MOST_CHARACTERS = 1 << 20  # of a file; a device has no end
+_MAX_CHARACTERS = 1 << 20  # of a file; a device has no end
 OFF = "off"
 ROUNDS = "rounds"
 AUTO = "auto"
@@ -97,8 +97,8 @@ def load(path: str) -> Tuning:
     """
     try:
         with open(path) as file:
-            text = file.read(_MOST_CHARACTERS + 1)
-        found = json.loads(text) if len(text) <= _MOST_CHARACTERS else None
+            text = file.read(_MAX_CHARACTERS + 1)
+        found = json.loads(text) if len(text) <= _MAX_CHARACTERS else None
     except OSError as error:
         raise UsageError(
             f"MULTIRING_TUNING names {path}, which cannot be read: {error.strerror}; every host needs the "
@@ -106,7 +106,7 @@ def load(path: str) -> Tuning:
         ) from error
     except ValueError as error:
         raise UsageError(f"{path} is no JSON ({error}): write it anew with `multiring tune`") from error
-    if len(text) > _MOST_CHARACTERS:
+    if len(text) > _MAX_CHARACTERS:
         raise UsageError(f"{path} is longer than what `multiring tune` writes")
     return _Reader(path).tuning(found)
 

@@ -74,7 +74,7 @@ std::size_t power(std::size_t base, std::size_t exponent, std::size_t most) {
 
 std::size_t radix_for(std::size_t hosts, std::size_t direct) {
   if (hosts <= direct) return std::max<std::size_t>(hosts, 2);
-  const std::size_t most = std::min<std::size_t>(direct, MirrorRoutes::kMostRadix);
+  const std::size_t most = std::min<std::size_t>(direct, MirrorRoutes::kMaxRadix);
   std::size_t steps = 1;
   while (power(most, steps, hosts) < hosts) ++steps;
   std::size_t radix = 2;

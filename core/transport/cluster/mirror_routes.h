@@ -32,7 +32,7 @@ struct MirrorRoutes {
   /// al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997.)
   static constexpr int kDirectHosts = 8;
   /// The radix is the smallest one with as few steps as this one.
-  static constexpr int kMostRadix = 4;
+  static constexpr int kMaxRadix = 4;
 
   std::vector<int> receivers;     ///< on this host, of each rank; of its own ranks themselves
   std::vector<MirrorStep> steps;  ///< the same number on all ranks

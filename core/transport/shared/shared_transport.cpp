@@ -21,7 +21,7 @@ constexpr double kLongestTick = 0.05;
 constexpr double kSpinsPerMicrosecond = 25.0;
 
 // Collectives cut staging memory into cache lines.
-constexpr std::size_t kLeastStagingBytes = 64;
+constexpr std::size_t kMinStagingBytes = 64;
 
 SpinBudget spin_budget(const SharedTransportOptions& options) {
   const double least = std::min(options.spin_microseconds, 1.0);
@@ -95,9 +95,9 @@ SharedTransport::SharedTransport(std::shared_ptr<HostGroup> host_group, std::vec
   const auto self = std::find(members_.begin(), members_.end(), host_group_->rank());
   if (self == members_.end())
     throw Error(ErrorKind::kInternal, "a rank builds a transport it is not part of");
-  if (options.staging_bytes < kLeastStagingBytes)
+  if (options.staging_bytes < kMinStagingBytes)
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is " + std::to_string(options.staging_bytes) +
-                                       ": at least " + std::to_string(kLeastStagingBytes) + " are needed");
+                                       ": at least " + std::to_string(kMinStagingBytes) + " are needed");
   rank_ = static_cast<int>(self - members_.begin());
   block_ = host_group_->share(layout_.bytes, local_members(), block_tag(0), waiting);
   control_ = reinterpret_cast<GroupControl*>(block_->data());

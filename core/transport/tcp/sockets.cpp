@@ -16,7 +16,7 @@ namespace {
 // Large enough that unauthenticated peers do not fill it. The kernel cuts it to net.core.somaxconn.
 constexpr int kBacklog = 4096;
 // The kernel's limit for TCP_KEEPCNT.
-constexpr int kMostProbes = 127;
+constexpr int kMaxProbes = 127;
 
 UniqueFd new_socket(int family) {
   return UniqueFd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -95,7 +95,7 @@ void set_heartbeat(int socket, double seconds, double limit, bool unanswered_too
   // Probes follow each other as quickly as the kernel counts, in seconds, and as many of them as it sends.
   const int idle = std::max(1, static_cast<int>(seconds / 5));
   const int rest = std::max(1, static_cast<int>(std::ceil(limit)) - idle);
-  const int interval = (rest + kMostProbes - 1) / kMostProbes;
+  const int interval = (rest + kMaxProbes - 1) / kMaxProbes;
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, idle);
   set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval);
   set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, (rest + interval - 1) / interval);

@@ -51,7 +51,7 @@ def test_a_mismatch_in_a_tree_names_the_leaf(comm: Communicator) -> None:
         with errors_break_the_queue(comm):
             jax.block_until_ready(mj.grouped_allreduce(tree, bucket_bytes=8))
     finally:
-        assert library().multiring_jax_flights() == 0
+        assert library().multiring_jax_pending_calls() == 0
 
 
 @pytest.mark.parametrize("partial", [False, True])

@@ -187,10 +187,10 @@ TEST(Schedules, TheOneUnusedForLongestIsDropped) {
     const auto first = schedule(1);
     const std::weak_ptr<const RankSchedule> second = schedule(2);
     const std::weak_ptr<const RankSchedule> third = schedule(3);
-    for (std::size_t count = 4; count <= PlanCache::kMostSchedules; ++count) schedule(count);
+    for (std::size_t count = 4; count <= PlanCache::kMaxSchedules; ++count) schedule(count);
     EXPECT_EQ(schedule(1), first);
     EXPECT_FALSE(second.expired());
-    schedule(PlanCache::kMostSchedules + 1);
+    schedule(PlanCache::kMaxSchedules + 1);
     EXPECT_TRUE(second.expired());
     EXPECT_FALSE(third.expired());
     EXPECT_EQ(schedule(1), first);

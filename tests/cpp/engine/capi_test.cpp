@@ -144,7 +144,8 @@ TEST(CApi, RefusesWhatIsWrongWithoutBreaking) {
       {MR_ALLREDUCE, [](mr_operation& operation) { operation.struct_size = 8; }, "another version"},
       {MR_ALLREDUCE, [](mr_operation& operation) { operation.output = nullptr; }, "needs an output"},
       {MR_ALLREDUCE, [](mr_operation& operation) { operation.kind = 99; }, "kind of operation 99"},
-      {MR_ALLREDUCE, [](mr_operation& operation) { operation.kind = MR_BARRIER + 1; }, "send"},
+      {MR_ALLREDUCE, [](mr_operation& operation) { operation.kind = MR_ALLREDUCE - 1; },
+       "kind of operation 3"},
       {MR_BROADCAST, [](mr_operation& operation) { operation.root = 1; }, "size 1"},
   };
   on_queues(1, [&](mr_queue* queue) {

@@ -7,8 +7,8 @@
 namespace multiring {
 namespace {
 
-constexpr std::size_t kMostItems = 130;
-constexpr std::size_t kMostParts = 40;
+constexpr std::size_t kMaxItems = 130;
+constexpr std::size_t kMaxParts = 40;
 
 /// Expects that ranges, one after the other, cover [0, count) exactly.
 void expect_partition(const std::vector<Range>& ranges, std::size_t count) {
@@ -29,8 +29,8 @@ std::vector<Range> blocks_of(std::size_t count, std::size_t parts) {
 }
 
 TEST(BlockRange, PartitionsEveryCountLikeArraySplit) {
-  for (std::size_t count = 0; count <= kMostItems; ++count) {
-    for (std::size_t parts = 1; parts <= kMostParts; ++parts) {
+  for (std::size_t count = 0; count <= kMaxItems; ++count) {
+    for (std::size_t parts = 1; parts <= kMaxParts; ++parts) {
       const std::vector<Range> blocks = blocks_of(count, parts);
       for (std::size_t index = 0; index < parts; ++index)
         ASSERT_EQ(blocks[index].size(), count / parts + (index < count % parts ? 1 : 0))
@@ -43,8 +43,8 @@ TEST(BlockRange, HoldsForCountsBeyond32Bits) { blocks_of((std::size_t{1} << 40) 
 
 TEST(AlignedBlockRange, PartitionsAtMultiplesOfTheGranule) {
   for (const std::size_t granule : {1, 2, 3, 8, 16, 64}) {
-    for (std::size_t count = 0; count <= kMostItems; ++count) {
-      for (std::size_t parts = 1; parts <= kMostParts; ++parts) {
+    for (std::size_t count = 0; count <= kMaxItems; ++count) {
+      for (std::size_t parts = 1; parts <= kMaxParts; ++parts) {
         std::vector<Range> blocks;
         for (std::size_t index = 0; index < parts; ++index)
           blocks.push_back(aligned_block_range(count, parts, index, granule));
@@ -61,8 +61,8 @@ TEST(AlignedBlockRange, PartitionsAtMultiplesOfTheGranule) {
 }
 
 TEST(SegmentRange, SegmentsPartitionEveryCount) {
-  for (std::size_t count = 0; count <= kMostItems; ++count) {
-    for (std::size_t segment = 1; segment <= kMostItems + 2; ++segment) {
+  for (std::size_t count = 0; count <= kMaxItems; ++count) {
+    for (std::size_t segment = 1; segment <= kMaxItems + 2; ++segment) {
       const std::size_t segments = segment_count(count, segment);
       std::vector<Range> ranges;
       for (std::size_t index = 0; index < segments; ++index) {

@@ -98,10 +98,10 @@ TEST(TcpUnauthenticated, SlowOnesAreHungUpOn) {
 
 // A process has a network for each group, and one limit of descriptors for all of them.
 TEST(TcpUnauthenticated, TheLimitHoldsForAllNetworksOfAProcess) {
-  constexpr int kNetworks = 6, kCallers = 20, kMost = 16;
+  constexpr int kNetworks = 6, kCallers = 20, kMax = 16;
   InprocStore store;
   TcpOptions options = tcp_options(0, 2);
-  options.max_handshakes = kMost;
+  options.max_handshakes = kMax;
   options.handshake_seconds = 60;
   std::deque<TcpNetwork> networks;
   for (int i = 0; i < kNetworks; ++i) {
@@ -113,12 +113,12 @@ TEST(TcpUnauthenticated, TheLimitHoldsForAllNetworksOfAProcess) {
   for (TcpNetwork& network : networks) {
     for (int i = 0; i < kCallers; ++i) callers.emplace_back(network);
     // The first network may fill the limit; what is left to the others is what each of them has for itself.
-    const std::uint64_t kept = &network == &networks.front() ? kMost : 8;
+    const std::uint64_t kept = &network == &networks.front() ? kMax : 8;
     progress_until(network, [&] { return network.rejected().evicted == kCallers - kept; });
     evicted += network.rejected().evicted;
   }
   EXPECT_EQ(kNetworks * kCallers - evicted, *options.open_handshakes);
-  EXPECT_EQ(*options.open_handshakes, kMost + (kNetworks - 1) * 8u);
+  EXPECT_EQ(*options.open_handshakes, kMax + (kNetworks - 1) * 8u);
   for (RawPeer& caller : callers) caller.hang_up();
   for (TcpNetwork& network : networks)
     progress_until(network, [&] { return network.rejected().total() == kCallers; });

@@ -246,7 +246,7 @@ def test_a_line_does_not_overrule_what_was_measured_beside_it() -> None:
 def start(rank: int, tuning: str) -> tuple[str, str, list[bytes]]:
     os.environ["MULTIRING_TUNING"] = tuning
     # What would be measured here is chance.
-    startup._MOST_BARRIER_SECONDS = 1e9
+    startup._MAX_BARRIER_SECONDS = 1e9
     startup._SECONDS = 1e9
     startup.classes_by_model = lambda measured, size: (  # type: ignore[assignment]
         SizeClass(4 * KIB, DOUBLING),
@@ -284,7 +284,7 @@ import multiring
 from multiring.tuning import startup
 from tests.support import pretend_places
 pretend_places([0, 1, 0])
-startup._MOST_BARRIER_SECONDS = 1e9
+startup._MAX_BARRIER_SECONDS = 1e9
 multiring.init()
 """
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from multiring import config, errors
+from multiring import errors
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
 from multiring.rendezvous.launch_environment import Placement
 from multiring.rendezvous.offered_store import offer_store
+from multiring.settings import Settings
 from multiring.store import Store, TcpStore
 from multiring.torchrun import meeting as torchrun
 from tests.python.rendezvous.test_launch_environment import TORCHRUN, variables
@@ -75,7 +76,7 @@ def place(rank: int, more: Mapping[str, str] | None = None) -> Placement:
 
 
 def meet(rank: int, board: Board, **settings: Any) -> tuple[Placement, Store]:
-    return torchrun.meet(place(rank), config.Settings(**{"timeout": 20.0, **settings}), board.connect)
+    return torchrun.meet(place(rank), Settings(**{"timeout": 20.0, **settings}), board.connect)
 
 
 def assert_together(found: list[Meeting]) -> tuple[str, bytes | None]:
@@ -195,7 +196,7 @@ def test_a_store_that_cannot_be_reached_is_told(board: Board) -> None:
 
     words = "rank 3 cannot reach torchrun's store at localhost:29500, .*: the client socket has timed out. S"
     with pytest.raises(UsageError, match=words):
-        torchrun.meet(place(3), config.Settings(), connect)
+        torchrun.meet(place(3), Settings(), connect)
     board.gone = True
     with pytest.raises(UsageError, match="where the ranks meet: Connection reset by peer. See"):
         meet(1, board)
@@ -204,10 +205,10 @@ def test_a_store_that_cannot_be_reached_is_told(board: Board) -> None:
 def test_a_python_without_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     with pytest.raises(UsageError, match=r"rank 1 of 4.*no torch.*set MULTIRING_STORE and MULTIRING_SECRET"):
-        torchrun.meet(place(1), config.Settings())
+        torchrun.meet(place(1), Settings())
 
 
 def test_a_real_store_that_is_not_there_is_told() -> None:
     pytest.importorskip("torch.distributed", reason="torchrun comes with torch, an optional dependency")
     with pytest.raises(UsageError, match=re.escape("rank 1 cannot reach torchrun's store at localhost:1,")):
-        torchrun.meet(place(1, {"MASTER_PORT": "1"}), config.Settings(timeout=0.5))
+        torchrun.meet(place(1, {"MASTER_PORT": "1"}), Settings(timeout=0.5))

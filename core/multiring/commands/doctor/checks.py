@@ -23,10 +23,10 @@ from multiring.rendezvous import launch_environment
 
 __all__ = ["CHECKS", "Finding", "Status", "run_check"]
 
-_LEAST_DESCRIPTORS = 256
+_MIN_DESCRIPTORS = 256
 _GOOD_DESCRIPTORS = 1024
 _GOOD_MEMORY = 1 << 30
-_LEAST_TEMPORARY_BYTES = 1 << 20
+_MIN_TEMPORARY_BYTES = 1 << 20
 _LONGEST_SOCKET_PATH = 107
 _SELF_TEST_SECONDS = 60.0
 
@@ -127,7 +127,7 @@ def temporary_directory() -> Finding:
             free = shutil.disk_usage(directory).free
     except OSError as error:
         return Finding(Status.FAILED, f"cannot be written: {error.strerror}", "set TMPDIR to one that can")
-    if free < _LEAST_TEMPORARY_BYTES:
+    if free < _MIN_TEMPORARY_BYTES:
         return Finding(
             Status.FAILED, f"{directory} is full", "free some space or set TMPDIR to another place"
         )
@@ -186,7 +186,7 @@ def open_files() -> Finding:
     """Whether enough descriptors may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _GOOD_DESCRIPTORS:
-        status = Status.FAILED if soft < _LEAST_DESCRIPTORS else Status.WARNING
+        status = Status.FAILED if soft < _MIN_DESCRIPTORS else Status.WARNING
         highest = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
         return Finding(status, f"{soft} may be open", f"run `ulimit -n 4096` (at most {highest} here)")
     return Finding(Status.OK, f"{'any number' if soft == resource.RLIM_INFINITY else soft} may be open")
@@ -271,5 +271,7 @@ def run_check(check: Callable[[], Finding]) -> Finding:
     """What a check finds; that it fails in a way nobody thought of is a finding too."""
     try:
         return check()
+    except ImportError as error:  # settings have the native library's defaults
+        return Finding(Status.FAILED, str(error), "make the native library load first")
     except Exception as error:
         return Finding(Status.FAILED, f"{type(error).__name__}: {error}", "report this")

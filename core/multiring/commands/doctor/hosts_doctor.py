@@ -31,7 +31,7 @@ _LINKS = "multiring.commands.doctor.links"  # not imported: it needs the native 
 _SSH_FAILED = 255
 _NO_SUCH_PROGRAM = (126, 127)
 # Logs of hosts can still be read side by side, and files are not made in the future, below a second.
-_MOST_SECONDS_APART = 1.0
+_MAX_SECONDS_APART = 1.0
 _SLOW = 0.5  # of the median of the hosts, or of what both ends of a link reach with others
 
 # Which host or what it is about, and what was found.
@@ -192,7 +192,7 @@ def host_findings(host: Host, here: Mapping[str, Any], hosts: Sequence[Host]) ->
             f"give it {facts['cores']} slots at most",
         ),
         (
-            abs(offset) - exact > _MOST_SECONDS_APART,
+            abs(offset) - exact > _MAX_SECONDS_APART,
             Status.WARNING,
             f"its clock is {abs(offset):.1f} s (+-{exact:.3f} s) {side} that of this host",
             "let chrony or another NTP client set the clocks",

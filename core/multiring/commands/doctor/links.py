@@ -32,9 +32,9 @@ from multiring.store import Store, open_store
 
 __all__ = ["Listener", "answer", "main", "probe", "reach", "rounds"]
 
-_MOST_ROUNDS = 16
+_MAX_ROUNDS = 16
 _ROUND_TRIPS = 20
-_LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26
+_MIN_BYTES, _MAX_BYTES = 1 << 16, 1 << 26
 # Long enough for a rate, short enough for many pairs; slow links take longer for their smallest message.
 _ENOUGH_SECONDS = 0.06
 _STORE_SECONDS = 10.0
@@ -140,7 +140,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
         pairs = zip(places[:half], reversed(places[half:]), strict=True)
         found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
         places = [places[0], places[-1], *places[1:-1]]
-    if len(found) <= _MOST_ROUNDS:
+    if len(found) <= _MAX_ROUNDS:
         return found
     neighbours = [(host, (host + 1) % count) for host in range(count)]
     last = [neighbours.pop()] if count % 2 else []
@@ -192,11 +192,11 @@ def probe(comm: Communicator, receiver: int) -> tuple[float, float]:
     little = np.zeros(1, np.uint8)
     trips = [_round_trip(comm, little, receiver) for _ in range(_ROUND_TRIPS)]
     latency = statistics.median(trips) / 2
-    size = _LEAST_BYTES
+    size = _MIN_BYTES
     while True:
         message = np.zeros(size, np.uint8)
         seconds = _round_trip(comm, message, receiver)
-        if seconds > _ENOUGH_SECONDS or size == _MOST_BYTES:
+        if seconds > _ENOUGH_SECONDS or size == _MAX_BYTES:
             break
         size *= 2
     # Once more: somebody else may have had the processor. Smaller messages do not count: some links let a

@@ -30,7 +30,7 @@ __all__ = [
 _HOST = re.compile(r"(?P<name>(?:[^\s:=,@-][^\s:=,@]*@)?\w[\w.-]*)(?::(?P<slots>.*))?")
 _ADDRESS = re.compile(r"\[(?P<name>[^\]]*)\](?::(?P<slots>.*))?")
 _KNOWN = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
-_MOST_DIGITS = 6  # more slots on a host are a mistake
+_MAX_DIGITS = 6  # more slots on a host are a mistake
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def _host(word: str, *pairs: str) -> HostSlots:
 
 
 def _count(key: str, value: str) -> int:
-    if not (value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS):
-        raise ValueError(f"{key} are a number from 1 to {10**_MOST_DIGITS - 1} and not {value[:20]!r}")
+    if not (value.isascii() and value.isdecimal() and len(value) <= _MAX_DIGITS):
+        raise ValueError(f"{key} are a number from 1 to {10**_MAX_DIGITS - 1} and not {value[:20]!r}")
     if int(value) == 0:
         raise ValueError("it has no slots, so leave it out")
     return int(value)

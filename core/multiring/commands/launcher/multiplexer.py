@@ -26,7 +26,7 @@ __all__ = ["Multiplexer"]
 
 # Ranks are not read from while more than this waits to be written, so that they wait and not our memory
 # grows.
-_MOST_PENDING = 1 << 20
+_MAX_PENDING = 1 << 20
 
 # On a terminal a line without an end (a prompt, a bar) is shown after this many seconds.
 _SHOW_UNFINISHED = 0.05
@@ -128,7 +128,7 @@ class Multiplexer:
             self._report(sink)
             self._watch(sink.descriptor, selectors.EVENT_WRITE, bool(sink.pending), lambda: None)
         for stream in self._streams.values():
-            wanted = stream.is_open and len(stream.console.sink.pending) < _MOST_PENDING
+            wanted = stream.is_open and len(stream.console.sink.pending) < _MAX_PENDING
             if wanted != stream.is_read:
                 stream.is_read = wanted
                 self._watch(stream.descriptor, selectors.EVENT_READ, wanted, partial(self._read, stream))

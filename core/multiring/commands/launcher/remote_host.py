@@ -41,7 +41,7 @@ _END_SECONDS = 3.0  # from SIGTERM to SIGKILL when the launcher is gone
 _DRAIN_SECONDS = 2.0  # for output that a process outside of our reach keeps open
 # Ranks are not read from while more than this waits for the launcher, so that they wait and not our memory
 # grows.
-_MOST_PENDING = 1 << 20
+_MAX_PENDING = 1 << 20
 _MARK = "REMOTE_RANK_MARK"  # in the environment of a rank and of what it starts
 
 
@@ -113,7 +113,7 @@ class _Host:
         self._turn(1, selectors.EVENT_WRITE, bool(self._pending), self._write)
         for number, rank in self._ranks.items():
             for kind, descriptor in rank.open.items():
-                wanted = len(self._pending) < _MOST_PENDING
+                wanted = len(self._pending) < _MAX_PENDING
                 read = partial(self._read, number, kind, descriptor)
                 self._turn(descriptor, selectors.EVENT_READ, wanted, read)
 

@@ -15,10 +15,10 @@ from multiring.errors import UsageError
 __all__ = ["add_arguments", "main"]
 
 # Every transfer of every candidate is counted, so that more would take minutes.
-_MOST_RANKS = 1 << 14
+_MAX_RANKS = 1 << 14
 
 # Sums over all ranks have to fit into 64 bits.
-_MOST_BYTES = 1 << 45
+_MAX_BYTES = 1 << 45
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
@@ -149,8 +149,8 @@ def predict(args: argparse.Namespace) -> Prediction:
     model.dimensions = [native.LinkCost(latency, rate) for rate, latency in args.links]
     request = native.PlanRequest()
     itemsize = native.dtype_size(args.dtype)
-    if max(args.nbytes, args.segment) > _MOST_BYTES:
-        _refuse(f"--bytes and --segment may be up to {_MOST_BYTES >> 40} TiB")
+    if max(args.nbytes, args.segment) > _MAX_BYTES:
+        _refuse(f"--bytes and --segment may be up to {_MAX_BYTES >> 40} TiB")
     request.dtype = args.dtype
     request.count = -(-args.nbytes // itemsize)
     request.mode = args.mode
@@ -182,9 +182,9 @@ def _ranks_of_hosts(args: argparse.Namespace) -> list[int]:
     else:
         each = args.ranks_per_host or 1
         total = each * args.hosts
-        ranks = [each] * args.hosts if total <= _MOST_RANKS else []
-    if total > _MOST_RANKS:
-        _refuse(f"plans are worked out for at most {_MOST_RANKS} ranks here, not {total}")
+        ranks = [each] * args.hosts if total <= _MAX_RANKS else []
+    if total > _MAX_RANKS:
+        _refuse(f"plans are worked out for at most {_MAX_RANKS} ranks here, not {total}")
     return ranks
 
 
@@ -205,8 +205,8 @@ def _layout(text: str) -> int | tuple[int, ...]:
     hosts, by, each = text.partition("x")
     if by:
         count, ranks = number_of("hosts")(hosts), number_of("ranks")(each)
-        if count * ranks > _MOST_RANKS:
-            raise argparse.ArgumentTypeError(f"plans are worked out for at most {_MOST_RANKS} ranks here")
+        if count * ranks > _MAX_RANKS:
+            raise argparse.ArgumentTypeError(f"plans are worked out for at most {_MAX_RANKS} ranks here")
         return (ranks,) * count
     parts = tuple(number_of("ranks")(part) for part in text.split("+"))
     return parts if len(parts) > 1 else parts[0]

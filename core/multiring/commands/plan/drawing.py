@@ -9,8 +9,8 @@ from multiring.units import rate_text
 
 __all__ = ["draw"]
 
-_MOST_HOSTS = 10
-_MOST_COLUMNS = 12
+_MAX_HOSTS = 10
+_MAX_COLUMNS = 12
 _BAR = 40
 # What joins neighbouring hosts, by the dimension in which they meet.
 _JOINTS = "|:.'"
@@ -30,15 +30,15 @@ def draw(hosts: Sequence[Sequence[int]], plan: native.Plan) -> str:
             f"host {number}  " + "  ".join(map(str, ranks)) for number, ranks in enumerate(hosts)
         )
     columns = _columns(hosts, across[0])
-    shown = columns[:_MOST_COLUMNS]
+    shown = columns[:_MAX_COLUMNS]
     cut = len(columns) > len(shown)
     sizes = [int(text.rstrip("prdt")) for text in plan.mode.split("x")[1:]]
     label = len(f"host {len(hosts) - 1}")
     width = max(len(str(rank)) for column in shown for rank in column)
     lines = []
     for host in range(len(hosts)):
-        if len(hosts) > _MOST_HOSTS and _MOST_HOSTS - 2 <= host < len(hosts) - 1:
-            if host == _MOST_HOSTS - 2:
+        if len(hosts) > _MAX_HOSTS and _MAX_HOSTS - 2 <= host < len(hosts) - 1:
+            if host == _MAX_HOSTS - 2:
                 lines.append(f"{'...':<{label}}")
             continue
         cells = "   ".join(f"{column[host]:>{width}}" for column in shown)

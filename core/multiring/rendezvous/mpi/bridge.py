@@ -7,20 +7,24 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multiring import config
 from multiring.errors import UsageError
 
+if TYPE_CHECKING:
+    from multiring.settings import Settings
+
 __all__ = ["bridge_path", "carries", "is_built"]
 
 
-def bridge_path(settings: config.Settings | None = None) -> Path:
+def bridge_path(settings: Settings | None = None) -> Path:
     """Where the bridge is: MULTIRING_MPI_BRIDGE, or a file of this Python environment."""
     chosen = (settings or config.load()).mpi_bridge
     return Path(chosen) if chosen else Path(sys.prefix) / "lib" / "multiring" / "mpi_bridge.so"
 
 
-def is_built(settings: config.Settings | None = None) -> bool:
+def is_built(settings: Settings | None = None) -> bool:
     """Whether there is a bridge.
 
     Raises:
@@ -37,7 +41,7 @@ def is_built(settings: config.Settings | None = None) -> bool:
 
 
 def carries(
-    settings: config.Settings, launcher: str, is_spread: bool, environ: Mapping[str, str] = os.environ
+    settings: Settings, launcher: str, is_spread: bool, environ: Mapping[str, str] = os.environ
 ) -> bool:
     """Whether MPI carries the bytes of a job that `launcher` has started, on several hosts if `is_spread`.
 

@@ -8,14 +8,17 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from multiring import _core, config
+from multiring import _core
 from multiring.errors import MultiringError, UsageError
 from multiring.rendezvous.mpi.agreement import agree, compare
 from multiring.rendezvous.mpi.bridge import bridge_path, is_built
 from multiring.rendezvous.offered_store import offer_store
 from multiring.store import Store, TcpStore
+
+if TYPE_CHECKING:
+    from multiring.settings import Settings
 
 __all__ = ["MpiJob", "finalize_at_exit", "join_communicator", "join_launched"]
 
@@ -61,7 +64,7 @@ class MpiJob:
         )
 
 
-def join_launched(rank: int, size: int, launcher: str, settings: config.Settings) -> MpiJob:
+def join_launched(rank: int, size: int, launcher: str, settings: Settings) -> MpiJob:
     """Joins the ranks that `launcher` has started. Collective.
 
     Raises:
@@ -83,7 +86,7 @@ def join_launched(rank: int, size: int, launcher: str, settings: config.Settings
     return _job(rank, size, session, json.loads(session.broadcast(told, 0, settings.timeout)))
 
 
-def join_communicator(comm: Any, settings: config.Settings) -> MpiJob:
+def join_communicator(comm: Any, settings: Settings) -> MpiJob:
     """Joins the ranks of `comm`, a communicator of mpi4py. Collective among them.
 
     Raises:
@@ -116,7 +119,7 @@ def join_communicator(comm: Any, settings: config.Settings) -> MpiJob:
     return _job(rank, size, session, found[0]["offer"])
 
 
-def _require_same_library(mpi: Any, settings: config.Settings) -> None:
+def _require_same_library(mpi: Any, settings: Settings) -> None:
     ours, theirs = _name(_core.mpi_library(str(_bridge(settings)))), _name(mpi.Get_library_version())
     if ours != theirs:
         raise UsageError(
@@ -134,7 +137,7 @@ def _name(library: str) -> str:
     return library.replace("\0", "").strip().splitlines()[0]
 
 
-def _bridge(settings: config.Settings) -> Path:
+def _bridge(settings: Settings) -> Path:
     path = bridge_path(settings)
     if not path.is_file():
         raise UsageError(

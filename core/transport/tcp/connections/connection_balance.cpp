@@ -7,13 +7,13 @@ namespace {
 
 // The kernel counts busy time in ticks of 1 to 10 ms: only an average of hundreds of them is meaningful.
 constexpr double kBetweenMeasurements = 0.2;  // seconds
-constexpr double kLeastBusy = 0.2;            // seconds
-constexpr double kLeastDivided = 1 << 20;     // bytes
+constexpr double kMinBusy = 0.2;              // seconds
+constexpr double kMinDivided = 1 << 20;       // bytes
 constexpr double kNewShare = 0.5;             // of a measurement in the average
 // Every connection gets some, so that a measurement notices when it becomes faster.
-constexpr double kLeastShare = 1.0 / 64.0;
+constexpr double kMinShare = 1.0 / 64.0;
 // Less is not worth a frame.
-constexpr double kLeastStripe = 4096;  // bytes
+constexpr double kMinStripe = 4096;  // bytes
 
 }  // namespace
 
@@ -70,7 +70,7 @@ void ConnectionBalance::water_fill(std::size_t bytes, std::span<const std::size_
     for (std::size_t connection = 0; connection < shares_.size(); ++connection) {
       if (shares_[connection] <= 0) continue;
       shares_[connection] = total / speed * weights_[connection] - static_cast<double>(backlogs[connection]);
-      if (shares_[connection] >= kLeastStripe) continue;
+      if (shares_[connection] >= kMinStripe) continue;
       shares_[connection] = 0.0;
       again = true;
       break;  // without its backlog the others' shares are smaller
@@ -79,7 +79,7 @@ void ConnectionBalance::water_fill(std::size_t bytes, std::span<const std::size_
 }
 
 bool ConnectionBalance::wants_measurement(double now) const {
-  return weights_.size() > 1 && !fixed_ && divided_ >= kLeastDivided &&
+  return weights_.size() > 1 && !fixed_ && divided_ >= kMinDivided &&
          now - measured_at_ >= kBetweenMeasurements;
 }
 
@@ -94,7 +94,7 @@ void ConnectionBalance::measure(double now, std::span<const ConnectionProgress> 
     const double busy = progress[connection].busy - before[connection].busy;
     const auto bytes =
         static_cast<double>(progress[connection].acknowledged - before[connection].acknowledged);
-    if (busy < kLeastBusy || bytes <= 0) {
+    if (busy < kMinBusy || bytes <= 0) {
       before_[connection] = before[connection];  // the measurement goes on
       speeds.push_back(0.0);
     } else {
@@ -110,7 +110,7 @@ void ConnectionBalance::measure(double now, std::span<const ConnectionProgress> 
   }
   measured_ = true;
   const double fastest = std::ranges::max(weights_);
-  for (double& weight : weights_) weight = std::max(weight, fastest * kLeastShare);
+  for (double& weight : weights_) weight = std::max(weight, fastest * kMinShare);
 }
 
 }  // namespace multiring::tcp
