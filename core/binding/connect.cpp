@@ -4,10 +4,10 @@
 #include <string>
 
 #include "base/protocol.h"
-#include "binding/communicator.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
-#include "binding/store.h"
+#include "binding/py_communicator.h"
+#include "binding/py_store.h"
 #include "collective/descriptor.h"
 #include "transport/tcp/handshake/address.h"
 #include "transport/world/connect_world.h"

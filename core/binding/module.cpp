@@ -1,10 +1,10 @@
 #include <pybind11/pybind11.h>
 
 #include "binding/arrays/result.h"
-#include "binding/communicator.h"
 #include "binding/errors.h"
 #include "binding/fork_lock.h"
-#include "binding/operation.h"
+#include "binding/py_communicator.h"
+#include "binding/py_operation.h"
 
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The native core of multiring. Use the multiring package instead.";

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "binding/communicator.h"
+#include "binding/py_communicator.h"
 #include "transport/tcp/handshake/address.h"
 
 namespace py = pybind11;

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "binding/communicator.h"
 #include "binding/gil.h"
+#include "binding/py_communicator.h"
 #include "topology/cost_model.h"
 #include "topology/traffic.h"
 

@@ -5,16 +5,15 @@
 //
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
-//   staged   through staging memory: collective/staged/allreduce.h.
-//   planned  across hosts, by messages: collective/cluster/allreduce.h.
-
-#include "collective/cluster/allreduce.h"
+//   staged   through staging memory: collective/staged/staged_allreduce.h.
+//   planned  across hosts, by messages: collective/cluster/cluster_allreduce.h.
 
 #include <algorithm>
 
 #include "base/cache.h"
+#include "collective/cluster/cluster_allreduce.h"
 #include "collective/collectives.h"
-#include "collective/staged/allreduce.h"
+#include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
 #include "collective/sums/rank_pointers.h"
 #include "topology/chunks.h"

@@ -2,10 +2,10 @@
 #include <cstring>
 #include <vector>
 
-#include "collective/cluster/copy.h"
+#include "collective/cluster/cluster_copy.h"
 #include "collective/collectives.h"
 #include "collective/gathers.h"
-#include "collective/staged/copy.h"
+#include "collective/staged/staged_copy.h"
 
 namespace multiring {
 

@@ -1,10 +1,9 @@
-#include "collective/cluster/broadcast.h"
-
 #include <vector>
 
 #include "base/arithmetic/kernels/copy.h"
+#include "collective/cluster/cluster_broadcast.h"
 #include "collective/collectives.h"
-#include "collective/staged/copy.h"
+#include "collective/staged/staged_copy.h"
 
 namespace multiring {
 namespace {

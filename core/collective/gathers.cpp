@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "collective/cluster/allgather.h"
-#include "collective/cluster/copy.h"
+#include "collective/cluster/cluster_allgather.h"
+#include "collective/cluster/cluster_copy.h"
 #include "collective/collectives.h"
 
 namespace multiring {

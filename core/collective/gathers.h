@@ -4,7 +4,7 @@
 
 #include "collective/exchange.h"
 #include "collective/operation.h"
-#include "collective/staged/copy.h"
+#include "collective/staged/staged_copy.h"
 
 namespace multiring {
 

@@ -2,14 +2,13 @@
 // Inputs in symmetric memory are read where they lie; others travel through staging memory, one section a
 // block.
 
-#include "collective/cluster/reduce_scatter.h"
-
 #include <vector>
 
-#include "collective/cluster/allreduce.h"
-#include "collective/cluster/copy.h"
+#include "collective/cluster/cluster_allreduce.h"
+#include "collective/cluster/cluster_copy.h"
+#include "collective/cluster/cluster_reduce_scatter.h"
 #include "collective/collectives.h"
-#include "collective/staged/copy.h"
+#include "collective/staged/staged_copy.h"
 #include "collective/sums/integer_average.h"
 #include "topology/chunks.h"
 

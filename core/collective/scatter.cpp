@@ -1,8 +1,8 @@
 #include <vector>
 
-#include "collective/cluster/copy.h"
+#include "collective/cluster/cluster_copy.h"
 #include "collective/collectives.h"
-#include "collective/staged/copy.h"
+#include "collective/staged/staged_copy.h"
 #include "topology/chunks.h"
 
 namespace multiring {

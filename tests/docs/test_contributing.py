@@ -16,7 +16,7 @@ from tests.support import REPOSITORY
 ROTATE = """#include <vector>
 
 #include "collective/collectives.h"
-#include "collective/staged/copy.h"
+#include "collective/staged/staged_copy.h"
 
 namespace multiring {
 

@@ -1,4 +1,4 @@
-#include "collective/cluster/broadcast.h"
+#include "collective/cluster/cluster_broadcast.h"
 
 #include <algorithm>
 

@@ -6,11 +6,11 @@
 #include <utility>
 
 #include "base/immovable.h"
-#include "binding/communicator.h"
 #include "binding/errors.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
-#include "binding/operation.h"
+#include "binding/py_communicator.h"
+#include "binding/py_operation.h"
 #include "binding/work.h"
 #include "capi/queue.h"
 #include "engine/communicator.h"

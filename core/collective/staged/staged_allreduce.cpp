@@ -1,4 +1,4 @@
-#include "collective/staged/allreduce.h"
+#include "collective/staged/staged_allreduce.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "binding/communicator.h"
+#include "binding/py_communicator.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -18,7 +18,7 @@
 #include "binding/fork_lock.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
-#include "binding/operation.h"
+#include "binding/py_operation.h"
 #include "binding/work.h"
 #include "engine/communicator.h"
 

@@ -1,4 +1,4 @@
-#include "collective/cluster/allgather.h"
+#include "collective/cluster/cluster_allgather.h"
 
 #include <algorithm>
 #include <cstring>

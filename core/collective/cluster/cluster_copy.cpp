@@ -1,4 +1,4 @@
-#include "collective/cluster/copy.h"
+#include "collective/cluster/cluster_copy.h"
 
 #include <algorithm>
 

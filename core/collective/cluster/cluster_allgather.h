@@ -4,10 +4,10 @@
 #include <span>
 #include <vector>
 
-#include "collective/cluster/copy.h"
+#include "collective/cluster/cluster_copy.h"
 #include "collective/cluster/host_ranks.h"
 #include "collective/exchange.h"
-#include "collective/staged/copy.h"
+#include "collective/staged/staged_copy.h"
 #include "topology/chunks.h"
 #include "transport/hierarchy.h"
 

@@ -1,4 +1,4 @@
-#include "collective/cluster/reduce_scatter.h"
+#include "collective/cluster/cluster_reduce_scatter.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "binding/store.h"
+#include "binding/py_store.h"
 
 #include <cmath>
 #include <exception>

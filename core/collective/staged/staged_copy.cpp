@@ -1,4 +1,4 @@
-#include "collective/staged/copy.h"
+#include "collective/staged/staged_copy.h"
 
 #include "base/arithmetic/kernels/copy.h"
 

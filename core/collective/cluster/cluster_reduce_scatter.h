@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "collective/cluster/copy.h"
+#include "collective/cluster/cluster_copy.h"
 #include "collective/cluster/host_ranks.h"
 #include "collective/exchange.h"
 #include "collective/operation.h"

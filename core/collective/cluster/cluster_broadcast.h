@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "collective/cluster/copy.h"
+#include "collective/cluster/cluster_copy.h"
 #include "collective/exchange.h"
 #include "collective/operation.h"
 #include "topology/chunks.h"

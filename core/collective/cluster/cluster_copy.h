@@ -7,7 +7,7 @@
 
 #include "base/immovable.h"
 #include "collective/exchange.h"
-#include "collective/staged/copy.h"
+#include "collective/staged/staged_copy.h"
 #include "transport/hierarchy.h"
 
 namespace multiring {

@@ -1,4 +1,4 @@
-#include "binding/operation.h"
+#include "binding/py_operation.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-#include "collective/cluster/allreduce.h"
+#include "collective/cluster/cluster_allreduce.h"
 
 #include <algorithm>
 #include <set>
