@@ -79,7 +79,7 @@ class Results(ABC):
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""
-        return json.dumps({**asdict(self), **self.derived()}, indent=2, allow_nan=False)
+        return json.dumps({"what": self.what, **asdict(self), **self.derived()}, indent=2, allow_nan=False)
 
     def render(self, style: str, columns: int | None) -> str:
         """A text to print.

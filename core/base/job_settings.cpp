@@ -3,8 +3,6 @@
 #include <cctype>
 #include <type_traits>
 
-#include "base/hash/checksum.h"
-
 namespace multiring {
 namespace {
 
@@ -36,15 +34,6 @@ std::map<std::string, std::string> values_of_job(const JobSettings& settings) {
     if (scope == SettingScope::kJob) values[variable_of(name)] = text_of(settings.*member);
   });
   return values;
-}
-
-std::uint64_t checksum_of_job(const JobSettings& settings) {
-  std::uint64_t sum = 0;
-  for (const auto& [name, value] : values_of_job(settings)) {
-    const std::string line = name + "=" + value;
-    sum = checksum(line.data(), line.size(), sum);
-  }
-  return sum;
 }
 
 }  // namespace multiring

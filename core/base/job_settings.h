@@ -55,7 +55,5 @@ void visit_settings(const Visit& visit) {
 
 /// The settings of the job, to be compared: values by the names of their variables.
 MULTIRING_API std::map<std::string, std::string> values_of_job(const JobSettings& settings);
-/// The same as one number.
-MULTIRING_API std::uint64_t checksum_of_job(const JobSettings& settings);
 
 }  // namespace multiring

@@ -13,7 +13,7 @@ static_assert(MR_FLOAT64 == static_cast<int>(DType::kFloat64) &&
               MR_BFLOAT16 == static_cast<int>(DType::kBFloat16));
 static_assert(MR_PRODUCT == static_cast<int>(ReduceOp::kProduct));
 static_assert(MR_ALLREDUCE == static_cast<int>(OpKind::kAllreduce) &&
-              MR_BARRIER == static_cast<int>(OpKind::kBarrier));
+              MR_BARRIER == static_cast<int>(OpKind::kBarrier));  // those between are in the same order
 static_assert(MR_OUTPUT_JOINED == static_cast<int>(OpTraits::Output::kJoined));
 static_assert(MR_INTERNAL == static_cast<int>(ErrorKind::kInternal));
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,7 +26,10 @@ namespace {
 /// An error as the C ABI tells it: kept by its queue, under a number.
 mr_error reported(mr_queue& queue, const Error& failure) {
   mr_error error = convert(failure);
-  error.number = queue.keep(failure);
+  try {
+    error.number = queue.keep(failure);
+  } catch (const std::bad_alloc&) {  // it is told without its number
+  }
   return error;
 }
 
@@ -100,11 +104,16 @@ void mr_queue_abort(mr_queue* queue, const char* message) {
   guarded(queue, nullptr, [&] { queue->get()->abort(Error(ErrorKind::kAborted, message)); });
 }
 
-void mr_queue_keep(mr_queue* queue, mr_error* error) {
+void mr_queue_keep(mr_queue* queue, mr_error* error, const char* more) {
   if (error->rank < 0) error->rank = queue->rank();
   if (error->host[0] == '\0') multiring::copy_cut(error->host, queue->host());
-  error->number = 0;
-  guarded(queue, nullptr, [&] { error->number = queue->keep(multiring::convert(*error)); });
+  const int64_t number = std::exchange(error->number, 0);
+  guarded(queue, nullptr, [&] {
+    const Error given = queue->kept(number).value_or(multiring::convert(*error));  // not cut, if it is kept
+    const std::string text = given.what() + std::string(more != nullptr ? more : "");
+    multiring::copy_cut(error->message, text);
+    error->number = queue->keep(Error(given.kind(), text, given.context()));
+  });
 }
 
 const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows) {

@@ -204,7 +204,7 @@ void Exchange::throw_timeout(const OperationCall& call) const {
           std::to_string(transport_.process_id(absent.late.front())) +
           "`; MULTIRING_TIMEOUT or the timeout argument set how long to "
           "wait.";
-  throw Error(ErrorKind::kTimeout, text, context_of_missing(call, absent.late.front()));
+  throw Error(ErrorKind::kTimeout, text, context(call, absent.late.front()));
 }
 
 /// What ranks publish may be forwarded by others, which may stop after they have come themselves.
@@ -213,7 +213,7 @@ void Exchange::throw_not_forwarded(const OperationCall& call, const Stragglers& 
               where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ": " +
                   not_forwarded_text(missing.forwarding, transport_) +
                   ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-              context_of_missing(call, missing.forwarding.empty() ? -1 : missing.forwarding.front()));
+              context(call, missing.forwarding.empty() ? -1 : missing.forwarding.front()));
 }
 
 void Exchange::throw_lost(const OperationCall& call, const WaitResult& result) const {
@@ -226,7 +226,7 @@ void Exchange::throw_lost(const OperationCall& call, const WaitResult& result) c
                   std::to_string(transport_.process_id(peer)) +
                   "): " + (result.peer_left ? why_left(call, peer) : died) + ". It was last in " +
                   last_operation(peer) + ". Look at that rank's output.",
-              context_of_missing(call, peer));
+              context(call, peer));
 }
 
 // It may have left because of an error elsewhere, which may arrive after its goodbye.
@@ -252,12 +252,6 @@ void Exchange::throw_aborted(const OperationCall& call, const AbortRecord& recor
               (own ? std::string() : name_of(record.origin) + " stopped all ranks: ") + record.message +
                   (own ? std::string() : " (noticed on " + where(call) + ")"),
               context_of_abort(call, record));
-}
-
-ErrorContext Exchange::context_of_missing(const OperationCall& call, int peer) const {
-  ErrorContext made = context(call, peer);
-  made.odd = peer;
-  return made;
 }
 
 // All ranks are told the same peer, whether this rank has seen itself what is wrong or another rank's error

@@ -122,8 +122,6 @@ class MULTIRING_API Exchange {
   /// "rank 1 (process 12<status>init", and where it waits for this rank.
   std::string last_operation_text(int rank, const std::string& status) const;
   ErrorContext context(const OperationCall& call, int peer) const;
-  /// The same of a wait for `peer`, which other ranks are told of as well.
-  ErrorContext context_of_missing(const OperationCall& call, int peer) const;
   ErrorContext context_of_abort(const OperationCall& call, const AbortRecord& record) const;
 
   Transport& transport_;

@@ -43,10 +43,13 @@ void Communicator::break_by(const Error& stored, const ErrorContext& about) {
     // Work in progress still uses its caller's memory: it fails when its thread has returned from it.
     std::erase_if(pending, [this](const auto& work) { return is_running(work); });
   }
+  ErrorContext sent = about;
+  const bool about_one = stored.kind() == ErrorKind::kPeerLost || stored.kind() == ErrorKind::kTimeout;
+  if (about_one && sent.odd < 0) sent.odd = sent.peer;  // so that all ranks are told the same peer
   // A closing rank notifies its peers that it leaves. A usage error in an operation is an abort on the peers.
   if (!closing_.load(std::memory_order_acquire))
-    transport_->abort(Error(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(),
-                            stored.what(), about));
+    transport_->abort(
+        Error(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(), stored.what(), sent));
   for (const auto& work : pending) work->fail(stored);
   changed_.notify_all();
 }

@@ -17,7 +17,7 @@ from multiring.errors import UsageError
 if TYPE_CHECKING:
     from multiring.settings import Settings
 
-__all__ = ["VARIABLES", "Setting", "Variable", "describe", "load", "unknown_variables"]
+__all__ = ["VARIABLES", "Setting", "Variable", "check", "describe", "load", "unknown_variables"]
 
 PREFIX = "MULTIRING_"
 
@@ -48,8 +48,10 @@ class Variable:
     @property
     def default(self) -> str:
         """The text that stands for an absent variable; "" means there is no value."""
-        from multiring.settings import Settings  # loads the native library; diagnostics do without
-
+        try:
+            from multiring.settings import Settings
+        except ImportError:
+            return "?"  # diagnostics do without the native library, whose defaults these are
         value = getattr(Settings(), self.field)
         if isinstance(value, float):
             return f"{value:g}"
@@ -124,6 +126,12 @@ def _secret(text: str) -> bytes:
     return value
 
 
+def _line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(text)
+    return text
+
+
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -158,7 +166,7 @@ VARIABLES: tuple[Variable, ...] = (
         _secret,
         True,
     ),
-    Variable("job_id", "text", "Name of the job, the same on all ranks.", str, True),
+    Variable("job_id", "text", "Name of the job, the same on all ranks.", _line, True),
     Variable(
         "timeout",
         "seconds, more than 0",
@@ -199,7 +207,7 @@ VARIABLES: tuple[Variable, ...] = (
         "host",
         "text",
         "Ranks of one machine with the same value share memory; empty: those with the same network devices.",
-        str,
+        _line,
     ),
     Variable(
         "interfaces",
@@ -211,7 +219,7 @@ VARIABLES: tuple[Variable, ...] = (
         "mode",
         "dimensions, such as 4x8 or 4tx8d",
         "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
-        str,
+        _line,
     ),
     Variable(
         "tuning",
@@ -256,11 +264,20 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
     """
     from multiring.settings import Settings
 
+    return Settings(**check(environ))
+
+
+def check(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What `environ` sets, by the attributes of `Settings`; does without the native library.
+
+    Raises:
+        UsageError: As `load`.
+    """
     values: dict[str, Any] = {}
     for variable in VARIABLES:
         if text := environ.get(variable.name, "").strip():
             values[variable.field] = _parse(variable, text)
-    return Settings(**values)
+    return values
 
 
 def _parse(variable: Variable, text: str) -> Any:
@@ -287,6 +304,7 @@ def describe(environ: Mapping[str, str] = os.environ) -> list[Setting]:
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that look like ours and are not: maps each to the likeliest one meant, or to ""."""
-    known = [variable.name for variable in VARIABLES]
+    known = {variable.name: variable for variable in VARIABLES}
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
-    return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), "") for name in unknown}
+    meant = [name for name, variable in known.items() if not variable.set_by_launcher]
+    return {name: next(iter(difflib.get_close_matches(name, meant, n=1, cutoff=0.8)), "") for name in unknown}

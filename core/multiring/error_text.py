@@ -35,7 +35,7 @@ def address_for_native_code(queue: NamedQueue) -> int:
 def text_of(error: MultiringError) -> str:
     """A text for a framework, by which `find_error` finds this error again."""
     number = next(_numbers)
-    _kept.append((number, error))
+    _kept.append((number, _copy(error)))  # not what its traceback holds
     return f"multiring error p{number}: {type(error).__name__}: {error}"
 
 
@@ -58,6 +58,12 @@ def find_error(text: str) -> MultiringError | None:
 
 def _kept_under(number: int, *, by_python: bool) -> list[MultiringError]:
     if by_python:
-        return [error for known, error in _kept if known == number]
+        return [_copy(error) for known, error in tuple(_kept) if known == number]
     found = [_core.NamedQueue.kept_error(address, number) for address in _addresses]
     return [error for error in found if error is not None]
+
+
+def _copy(error: MultiringError) -> MultiringError:
+    copy = type(error)(str(error))
+    copy.__dict__.update(vars(error))
+    return copy

@@ -57,9 +57,9 @@ class MultiringError(Exception):
         self.elapsed = elapsed
         # Frameworks that add to the text make an exception anew while they handle it.
         handled = sys.exc_info()[1]
-        if isinstance(handled, MultiringError) and type(handled) is type(self) and str(handled) in message:
-            for name, value in vars(self).items():
-                setattr(self, name, getattr(handled, name) if value is None else value)
+        is_same = isinstance(handled, MultiringError) and type(handled) is type(self) and str(handled) != ""
+        if is_same and set(vars(self).values()) == {None} and str(handled) in message:
+            vars(self).update(vars(handled))
 
 
 class UsageError(MultiringError, ValueError):

@@ -43,3 +43,8 @@ class Settings(_core.JobSettings):
         super().__init__()
         for field, value in values.items():
             setattr(self, field, value)
+
+    def __setattr__(self, field: str, value: Any) -> None:
+        if not hasattr(type(self), field):
+            raise AttributeError(f"there is no setting {field!r}")
+        super().__setattr__(field, value)

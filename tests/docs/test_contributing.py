@@ -110,6 +110,15 @@ def test_a_collective_that_is_added_as_described_runs(tmp_path: Path) -> None:
     shutil.copytree(copy / "core/multiring", prefix / "multiring", dirs_exist_ok=True)
     (prefix / "sitecustomize.py").write_text(SITE)
     (tmp_path / "program.py").write_text(PROGRAM)
-    launch = sys.executable, "-m", "multiring", "run", "-np", "3", "python", str(tmp_path / "program.py")
+    launch = (
+        sys.executable,
+        "-m",
+        "multiring",
+        "run",
+        "-np",
+        "3",
+        sys.executable,
+        str(tmp_path / "program.py"),
+    )
     out = run(*launch, PYTHONPATH=str(prefix))
     assert len(re.findall("mismatch rotate", out)) == 3, out

@@ -96,14 +96,11 @@ class PendingTable {
 
   void finish(PendingCall& pending, const mr_error* error) {
     if (error != nullptr) pending.failure = std::make_unique<mr_error>(*error);
-    if (error != nullptr && error->status == MR_MISMATCH && pending.inside) {
-      const std::string message =
-          std::string(error->message) +
+    if (error != nullptr && error->status == MR_MISMATCH && pending.inside)
+      mr_queue_keep(
+          pending.queue, pending.failure.get(),
           " The call is in a branch or a loop of the program: all ranks have to enter it in the same steps. "
-          "multiring.jax.distribute goes around optax.apply_if_finite and the like, not into them.";
-      mr_error_set_message(pending.failure.get(), message.c_str());
-      mr_queue_keep(pending.queue, pending.failure.get());
-    }
+          "multiring.jax.distribute goes around optax.apply_if_finite and the like, not into them.");
     const std::lock_guard lock(mutex_);
     pending.done = true;
     changed_.notify_all();

@@ -126,7 +126,7 @@ void check(const Call& call) {
                                    std::to_string(step) + ": " + difference + "; " + call.text("advice"));
   std::snprintf(failure.error.operation, sizeof failure.error.operation, "model check");
   std::snprintf(failure.error.tensor, sizeof failure.error.tensor, "%s", tensor.c_str());
-  mr_queue_keep(queue, &failure.error);
+  mr_queue_keep(queue, &failure.error, nullptr);
   throw failure;
 }
 

@@ -20,7 +20,7 @@ _PARTS = {"CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph"}
 _lock = threading.Lock()
 _owners: dict[_Key, threading.Thread | _Workers] = {}
 # What the functions that are being traced, or were, reserve when they are called.
-_claims: weakref.WeakKeyDictionary[Any, _Claim] = weakref.WeakKeyDictionary()
+_reservations: weakref.WeakKeyDictionary[Any, _Reservation] = weakref.WeakKeyDictionary()
 at_shutdown(_owners.clear)
 
 
@@ -81,28 +81,28 @@ def reserve(keys: Iterable[_Key]) -> None:
 
 
 def reserve_at_each_call(graph: Any, key: _Key) -> None:
-    """Have the name claimed by each thread that calls the function of this graph."""
+    """Have the name reserved for each thread that calls the function of this graph."""
     while _is_part(graph, _PARTS) and hasattr(graph.outer_graph, "capture_call_time_value"):
         graph = graph.outer_graph  # branches and bodies of loops run in the thread of their function
     if graph.name.startswith("__backward_"):
-        return  # made by TensorFlow, in a way that has no place for it; the forward function has claimed
-    if graph not in _claims:
-        _claims[graph] = _Claim()
-        _claims[graph].attach(graph)
-    _claims[graph].keys.add(key)
+        return  # made by TensorFlow, in a way that has no place for it; the forward function has reserved
+    if graph not in _reservations:
+        _reservations[graph] = _Reservation()
+        _reservations[graph].attach(graph)
+    _reservations[graph].keys.add(key)
 
 
 def leave_branch(graph: Any) -> None:
-    """Hand the claims of functions that a branch calls to the function around it.
+    """Hand the reservations of functions that a branch calls to the function around it.
 
     TensorFlow does so itself, but for the branches of `tf.cond`, which have no place for them.
     """
     if not _is_part(graph, {"CondBranchFuncGraph"}):
         return
     captures = graph.function_captures
-    for claims in [key for key in captures.by_ref_internal if isinstance(key, _Claim)]:
-        _, placeholder, kind = captures.pop(claims, True)
-        outer = claims.attach(graph.outer_graph)
+    for reservation in [key for key in captures.by_ref_internal if isinstance(key, _Reservation)]:
+        _, placeholder, kind = captures.pop(reservation, True)
+        outer = reservation.attach(graph.outer_graph)
         captures.add_or_replace(
             key=id(outer), external=outer, internal=placeholder, tracetype=kind, is_by_ref=False
         )
@@ -112,8 +112,8 @@ def _is_part(graph: Any, kinds: set[str]) -> bool:
     return not kinds.isdisjoint(kind.__name__ for kind in type(graph).__mro__)
 
 
-class _Claim:
-    """The names of one function, claimed when it is called from Python."""
+class _Reservation:
+    """The names of one function, reserved when it is called from Python."""
 
     def __init__(self) -> None:
         self.keys: set[_Key] = set()

@@ -68,8 +68,10 @@ bool Call::refuse(const std::string& message, int code) {
   mr_error error = MR_ERROR_INIT;
   error.status = MR_USAGE;
   std::snprintf(error.tensor, sizeof error.tensor, "%s", settings_.name.c_str());
-  mr_error_set_message(&error, message.c_str());
-  if (queue_ != nullptr) mr_queue_keep(queue_, &error);
+  if (queue_ != nullptr)
+    mr_queue_keep(queue_, &error, message.c_str());
+  else
+    mr_error_set_message(&error, message.c_str());
   return fail(code, error);
 }
 

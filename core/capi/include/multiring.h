@@ -140,9 +140,9 @@ MR_API mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submissio
 MR_API int mr_queue_is_broken(const mr_queue* queue);
 /* Breaks the queue on all ranks: pending and later submissions fail with MR_ABORTED and this message. */
 MR_API void mr_queue_abort(mr_queue* queue, const char* message);
-/* Keeps an error that the caller has found, or to whose message it has added, as the queue keeps its own:
- * sets the number, and the rank and the host where they are not known. */
-MR_API void mr_queue_keep(mr_queue* queue, mr_error* error);
+/* Keeps an error that the caller has found, or to whose message it adds `more` (NULL: nothing), as the queue
+ * keeps its own: sets the number, and the rank and the host where they are not known. */
+MR_API void mr_queue_keep(mr_queue* queue, mr_error* error, const char* more);
 
 /* Memory that was allocated for a result, and the rows that came from each rank (`rows` has room for as many
  * numbers as there are ranks, or is NULL). */

@@ -43,7 +43,19 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "versions": versions(),
         "machine": _machine(),
-        **_settings(environ),
+        "launcher": _launcher(environ),
+        "settings": [
+            {
+                "name": setting.variable.name,
+                "value": setting.text,
+                "source": setting.source,
+                "default": setting.variable.default,
+                "accepted": setting.variable.type,
+                "description": setting.variable.description,
+            }
+            for setting in config.describe(environ)
+        ],
+        "unknown_variables": config.unknown_variables(environ),
     }
 
 
@@ -82,34 +94,10 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _settings(environ: Mapping[str, str]) -> dict[str, Any]:
-    unknown = config.unknown_variables(environ)
-    try:
-        settings = [
-            {
-                "name": setting.variable.name,
-                "value": setting.text,
-                "source": setting.source,
-                "default": setting.variable.default,
-                "accepted": setting.variable.type,
-                "description": setting.variable.description,
-            }
-            for setting in config.describe(environ)
-        ]
-        return {"launcher": _launcher(environ), "settings": settings, "unknown_variables": unknown}
-    except ImportError as error:  # settings have the native library's defaults
-        problem = f"the native library cannot be loaded: {error}"
-        return {
-            "launcher": {"name": "unclear", "problem": problem},
-            "settings": [],
-            "unknown_variables": unknown,
-        }
-
-
 def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         place = launch_environment.detect(environ)
-    except UsageError as error:
+    except (UsageError, ImportError) as error:  # the native library is loaded where there is a rank
         return {"name": "unclear", "problem": str(error)}
     return {
         "name": place.launcher,

@@ -346,11 +346,11 @@ class TcpStore(Store):
     def _await_reply(self, connection: Connection, wait: float, interrupt: Interrupt | None) -> None:
         """Returns when there is a reply to a request that the server answers after `wait` seconds at most."""
         extra = math.inf if self._answer_timeout is None else max(self._answer_timeout, _REPLY_GRACE)
-        patience = wait + extra
-        deadline = time.monotonic() + patience
+        longest = wait + extra
+        deadline = time.monotonic() + longest
         while not connection.poll(min(_INTERRUPT_SECONDS, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
-                raise OSError(f"no answer within {patience:g} s")
+                raise OSError(f"no answer within {longest:g} s")
             if interrupt is not None:
                 interrupt()
 

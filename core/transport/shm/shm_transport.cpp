@@ -50,7 +50,7 @@ std::shared_ptr<Transport> connect_shm(Store& store, const ShmOptions& options, 
   mesh_options.rank = options.rank;
   mesh_options.size = options.size;
   mesh_options.socket_directory = options.socket_directory;
-  mesh_options.settings = checksum_of_job(options.transport);
+  mesh_options.settings = options.transport.staging_bytes;
   auto group = make_shm_group(store, mesh_options, waiting);
   std::vector<int> members(static_cast<std::size_t>(options.size));
   std::iota(members.begin(), members.end(), 0);

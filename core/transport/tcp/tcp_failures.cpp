@@ -19,6 +19,7 @@ namespace {
 constexpr double kEndingSeconds = 1.0;
 constexpr double kChecksPerHeartbeat = 10;
 /// Seconds that the destructor waits for delivery after an error.
+constexpr double kDelivery = 5.0;
 constexpr double kDeliveryAfterAbort = 1.0;
 
 /// Whether the host does not answer. Where one path of several is broken the control connection ends as well.
@@ -183,8 +184,7 @@ bool TcpNetwork::aborted(AbortRecord* record) const {
 void TcpNetwork::leave() {
   const std::lock_guard lock(mutex_);
   if (std::exchange(left_, true)) return;
-  delivery_ =
-      Deadline::after(abort_ ? std::min(kDeliveryAfterAbort, options_.heartbeat) : options_.heartbeat);
+  delivery_ = Deadline::after(std::min(abort_ ? kDeliveryAfterAbort : kDelivery, options_.heartbeat));
   acceptor_.stop_listening();
   drop_attempts([](const ConnectAttempt&) { return true; });
   const std::vector<std::byte> goodbye = encode_goodbye();

@@ -18,7 +18,8 @@
 namespace multiring {
 namespace {
 
-/// What a rank publishes about itself: lines of name=value.
+/// What a rank publishes about itself: versions of the library, the name of its host, and lines of
+/// name=value. The first two stay first in every version, for an error tells them.
 class RankInfo {
  public:
   // Names beside those of the settings.
@@ -33,13 +34,15 @@ class RankInfo {
   explicit RankInfo(std::map<std::string, std::string> values) : values_(std::move(values)) {}
 
   std::string text() const {
-    std::string lines;
-    for (const auto& [name, value] : values_) lines += name + "=" + value + "\n";
+    std::string lines = get(kBuild) + "\n" + get(kHost) + "\n";
+    for (const auto& [name, value] : values_)
+      if (name != kBuild && name != kHost) lines += name + "=" + value + "\n";
     return lines;
   }
   static RankInfo parse(const std::string& text) {
     std::map<std::string, std::string> values;
     std::istringstream lines(text);
+    for (const char* name : {kBuild, kHost}) std::getline(lines, values[name]);
     for (std::string line; std::getline(lines, line);) {
       const std::size_t end = std::min(line.find('='), line.size());
       values[line.substr(0, end)] = line.substr(std::min(end + 1, line.size()));
@@ -112,7 +115,8 @@ void require_same(const std::vector<RankInfo>& infos, int mine, const std::strin
   const std::string here = infos[static_cast<std::size_t>(mine)].get(name);
   for (std::size_t rank = 0; rank < infos.size(); ++rank)
     if (const std::string there = infos[rank].get(name); there != here)
-      throw_usage("rank " + std::to_string(rank) + " has " + name + "='" + there + "', rank " +
+      throw_usage("rank " + std::to_string(rank) + " has " + name +
+                  (name == "MULTIRING_TUNING" ? " (what the file says)" : "") + "='" + there + "', rank " +
                   std::to_string(mine) + " '" + here + "': it has to be the same on all ranks");
 }
 
@@ -170,7 +174,7 @@ std::shared_ptr<HostGroup> connect_host(Store& store, const WorldAddress& addres
   options.size = static_cast<int>(std::count_if(
       ranks.begin(), ranks.end(), [&](const ClusterRank& rank) { return rank.host == own.host; }));
   options.socket_directory = address.socket_directory;
-  options.settings = checksum_of_job(address);
+  options.settings = address.staging_bytes;
   options.build = address.build;
   return make_shm_group(local, options, waiting);
 }

@@ -203,7 +203,7 @@ TEST(CApi, ErrorsKeepTheirFieldsUnderANumber) {
       mr_error own = MR_ERROR_INIT;
       own.status = MR_USAGE;
       mr_error_set_message(&own, std::to_string(i).c_str());
-      mr_queue_keep(queue, &own);
+      mr_queue_keep(queue, &own, nullptr);
       EXPECT_EQ(queue->kept(own.number)->context().rank, rank);
       EXPECT_EQ(queue->kept(own.number)->context().host, queue->host());
     }

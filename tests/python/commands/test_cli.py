@@ -32,13 +32,28 @@ ENVIRONMENT = "os, multiring.commands.env\nmultiring.commands.env.collect(os.env
     ("imported", "left_out"),
     [
         (f"{LAUNCHER}, {ENVIRONMENT}", {*FRAMEWORKS, "mpi4py", "rich", "multiring.models"}),
-        ("multiring.commands.doctor.doctor", {*FRAMEWORKS, "numpy", "multiring._core"}),  # may be broken
+        # The native library may be broken, or be missing where a job is started only.
+        ("multiring.commands.doctor.doctor", {*FRAMEWORKS, "numpy", "multiring._core"}),
+        ("multiring.cli, multiring.commands.launcher.options", {*FRAMEWORKS, "numpy", "multiring._core"}),
         ("multiring.models.regress.command", {*FRAMEWORKS}),
     ],
 )
 def test_commands_load_little(imported: str, left_out: set[str]) -> None:
     code = f"import sys, {imported}\nprint({left_out} & {{*sys.modules}})"
     assert run_python(code).stdout == "set()\n"
+
+
+def test_env_shows_what_is_set_without_the_native_library() -> None:
+    collect = "multiring.commands.env.collect({'MULTIRING_MODE': '1x4', 'MULTIRING_WIRE': 'x'})"
+    found = run_python(
+        "import sys; sys.modules['multiring._core'] = None\n"
+        f"import multiring.commands.env\nfound = {collect}\n"
+        "print([each['value'] for each in found['settings'] if each['source'] == 'environment'])\n"
+        "print(found['launcher']['problem'], found['unknown_variables'])"
+    ).stdout
+    assert found.startswith("['1x4']\n"), found
+    assert "multiring._core" in found
+    assert found.endswith("{'MULTIRING_WIRE': ''}\n"), "none that a launcher sets is meant"
 
 
 def test_a_command_that_is_not_there_is_told_with_the_one_meant() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from multiring.commands.doctor.checks import Status
 from multiring.commands.doctor.host_probe import MARK
-from multiring.commands.doctor.hosts_doctor import Host, host_findings, rate_findings
+from multiring.commands.doctor.hosts_doctor import Host, _unreached, host_findings, rate_findings
 from multiring.commands.doctor.links import Listener, reach, rounds
 from multiring.commands.launcher.hosts import HostSlots
 from tests.support import Job, executable, held_port, run_multiring, wait_until
@@ -55,6 +55,16 @@ def test_a_slow_host_is_told_from_a_slow_link() -> None:
     assert [(about, detail.split()[0]) for about, detail in rows] == [("b", "sends"), ("a", "receives")]
     told = "c -> a: 80 Mbit/s; with others both reach 800 Mbit/s"
     assert slow(NAMES, measured({(2, 0): 10e6})) == [("links", told)]
+
+
+def test_hosts_without_a_network_in_common_are_told() -> None:
+    facts = {"addresses": [("eth0", "10.0.0.1", 8), ("eth1", "10.1.0.1", 8)]}
+    hosts = [Host(name, HostSlots(name, 1), facts) for name in "ab"]
+    about, finding = _unreached(hosts, 0, "", 1, "", "they have no address of one family (IPv4, IPv6)")
+    assert (about, finding.fix.split()[:2]) == ("a", ["choose", "interfaces"])
+    _, finding = _unreached(hosts, 0, ("eth0", "10.0.0.1"), 1, ("eth1", "10.1.0.2"), "no answer")
+    assert "^eth1" in finding.fix
+    assert "10.1.0.2 (eth1) of b" in finding.detail
 
 
 FACTS: dict[str, Any] = {

@@ -125,7 +125,7 @@ def test_ranks_that_follow_different_things(nursery: Nursery, file: Path) -> Non
     for tunings, told in (((str(file), str(other)), f"='{shorter.text}'"), (("", OFF), "=")):
         outcomes = nursery.run(4, follow, *tunings, init=False, hosts=2)
         assert all(isinstance(outcome.error, UsageError) for outcome in outcomes), outcomes
-        assert f"rank 1 has MULTIRING_TUNING{told}" in str(outcomes[0].error)
+        assert f"rank 1 has MULTIRING_TUNING (what the file says){told}" in str(outcomes[0].error)
 
 
 def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:

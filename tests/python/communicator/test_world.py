@@ -122,7 +122,9 @@ def test_the_public_names() -> None:
 
 def test_errors_keep_their_fields_where_a_framework_tells_a_text() -> None:
     error = multiring.PeerLostError("rank 0 lost rank 1", rank=0, peer=1)
-    assert find_error(f"Graph: {text_of(error)} [Op:Sum]") is error
+    found = find_error(f"Graph: {text_of(error)} [Op:Sum]")
+    assert isinstance(found, multiring.PeerLostError)
+    assert (str(found), vars(found)) == (str(error), vars(error))
     for text in (
         text_of(error).replace("rank 0", "rank 2"),
         "multiring error 999: PeerLostError: rank 2 [[x",

@@ -132,6 +132,15 @@ def test_a_framework_without_float64_is_judged_in_float32(outcomes: Outcomes) ->
     assert "float64 is not there" in verdict_of(FULL, outcomes, "other", "following").text
 
 
+def test_a_framework_that_is_missing_is_an_error_of_all_its_checks() -> None:
+    plan = plan_for(missing={"other": "other is not installed: run pip install other"})
+    assert all(job.framework is TORCH for job in plan.jobs)
+    for verdict in judge(plan, make_outcomes(plan)):
+        missing = verdict.cell.framework == "other"
+        assert verdict.status is (Status.ERROR if missing else Status.PASS)
+        assert ("pip install other" in verdict.text) == missing
+
+
 def test_relative_differences() -> None:
     one = np.array([1.0, -4.0])
     assert relative_difference(one.astype(np.float32), one) == 0

@@ -31,14 +31,14 @@ KEY = "multiring//a job/7"
 SECRET = "cd" * 16
 
 
-class Board:
+class FakeTorchStore:
     """torchrun's store."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.gone = False
 
-    def connect(self, host: str, port: int, timeout: float) -> Board:
+    def connect(self, host: str, port: int, timeout: float) -> FakeTorchStore:
         assert (host, port) == ("localhost", 29500)
         return self
 
@@ -59,15 +59,15 @@ Join = Callable[..., list[Meeting]]
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board()
+def torch_store() -> FakeTorchStore:
+    return FakeTorchStore()
 
 
 @pytest.fixture
-def join(board: Board) -> Iterator[Join]:
+def join(torch_store: FakeTorchStore) -> Iterator[Join]:
     """Gives `join(ranks, **settings)`, by which these ranks meet, in threads."""
     with ThreadPoolExecutor(8) as pool:
-        yield lambda ranks, **settings: [pool.submit(meet, rank, board, **settings) for rank in ranks]
+        yield lambda ranks, **settings: [pool.submit(meet, rank, torch_store, **settings) for rank in ranks]
 
 
 def place(rank: int, more: Mapping[str, str] | None = None) -> Placement:
@@ -75,8 +75,8 @@ def place(rank: int, more: Mapping[str, str] | None = None) -> Placement:
     return launch_environment.detect({**ENVIRON, **local, **(more or {})})
 
 
-def meet(rank: int, board: Board, **settings: Any) -> tuple[Placement, Store]:
-    return torchrun.meet(place(rank), Settings(**{"timeout": 20.0, **settings}), board.connect)
+def meet(rank: int, torch_store: FakeTorchStore, **settings: Any) -> tuple[Placement, Store]:
+    return torchrun.meet(place(rank), Settings(**{"timeout": 20.0, **settings}), torch_store.connect)
 
 
 def assert_together(found: list[Meeting]) -> tuple[str, bytes | None]:
@@ -103,23 +103,25 @@ def test_torchruns_store_is_left_alone_where_there_is_another_one() -> None:
         place(1, {"TORCHELASTIC_USE_AGENT_STORE": "False"})
 
 
-def test_ranks_meet_again_and_again(join: Join, board: Board) -> None:
+def test_ranks_meet_again_and_again(join: Join, torch_store: FakeTorchStore) -> None:
     told = [assert_together(join((3, 1, 2, 0))) for _ in range(3)]
     assert len({job for job, _ in told}) == 3
-    assert list(board.values) == [KEY]
+    assert list(torch_store.values) == [KEY]
 
 
-def test_a_secret_of_the_users_own_is_not_left_in_torchruns_store(join: Join, board: Board) -> None:
+def test_a_secret_of_the_users_own_is_not_left_in_torchruns_store(
+    join: Join, torch_store: FakeTorchStore
+) -> None:
     _, secret = assert_together(join((3, 1, 2, 0), secret=bytes.fromhex(SECRET)))
     assert secret == bytes.fromhex(SECRET)
-    assert b"secret" not in board.values[KEY]
-    assert SECRET.encode() not in board.values[KEY]
+    assert b"secret" not in torch_store.values[KEY]
+    assert SECRET.encode() not in torch_store.values[KEY]
 
 
-def test_a_rank_without_the_users_secret_is_told_so(board: Board) -> None:
-    board.set(KEY, json.dumps({"job": "x", "addresses": [["localhost", 1]]}))
+def test_a_rank_without_the_users_secret_is_told_so(torch_store: FakeTorchStore) -> None:
+    torch_store.set(KEY, json.dumps({"job": "x", "addresses": [["localhost", 1]]}))
     with pytest.raises(UsageError, match="rank 0 has a MULTIRING_SECRET and this rank has none"):
-        meet(1, board)
+        meet(1, torch_store)
 
 
 # What a rank 0 that still serves its store may have offered before a restart elsewhere.
@@ -132,15 +134,17 @@ STALE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", STALE)
-def test_what_lies_there_from_before_a_restart_is_passed_over(join: Join, board: Board, what: str) -> None:
+def test_what_lies_there_from_before_a_restart_is_passed_over(
+    join: Join, torch_store: FakeTorchStore, what: str
+) -> None:
     offer = {**offer_store([]), **STALE[what]}
-    board.set(KEY, json.dumps(offer))
+    torch_store.set(KEY, json.dumps(offer))
     if what == "already called":
         with store_of(offer) as store:
             store.set(f"{offer['job']}/confirmed", json.dumps(["0" * 16] * 3).encode())
     looked = threading.Event()
-    check = board.check
-    board.check = lambda keys: looked.set() or check(keys)  # type: ignore[method-assign]
+    check = torch_store.check
+    torch_store.check = lambda keys: looked.set() or check(keys)  # type: ignore[method-assign]
     others = join((1, 2, 3))
     assert looked.wait(10)
     told, _ = assert_together([*others, *join((0,))])
@@ -151,11 +155,11 @@ def store_of(offer: Mapping[str, Any]) -> TcpStore:
     return TcpStore(*offer["addresses"][-1], bytes.fromhex(offer["secret"]))
 
 
-def test_a_rank_that_was_restarted_signs_in_anew(join: Join, board: Board) -> None:
+def test_a_rank_that_was_restarted_signs_in_anew(join: Join, torch_store: FakeTorchStore) -> None:
     """While rank 0 waits for others: what its predecessor has left is not read out."""
     first = join((0,))
-    wait_until(lambda: KEY in board.values, "the offer")
-    offer = json.loads(board.values[KEY])
+    wait_until(lambda: KEY in torch_store.values, "the offer")
+    offer = json.loads(torch_store.values[KEY])
     with store_of(offer) as store:
         store.set(f"{offer['job']}/ranks/1", b"of the one before")
         again = join((1,))
@@ -163,8 +167,8 @@ def test_a_rank_that_was_restarted_signs_in_anew(join: Join, board: Board) -> No
     assert_together([*first, *again, *join((2, 3))])
 
 
-def test_missing_ranks_are_named(board: Board, caplog: pytest.LogCaptureFixture) -> None:
-    write = board.set
+def test_missing_ranks_are_named(torch_store: FakeTorchStore, caplog: pytest.LogCaptureFixture) -> None:
+    write = torch_store.set
 
     def offered(key: str, value: str) -> None:
         write(key, value)
@@ -172,10 +176,10 @@ def test_missing_ranks_are_named(board: Board, caplog: pytest.LogCaptureFixture)
         with store_of(offer) as store:
             store.set(f"{offer['job']}/ranks/2", b"here")
 
-    board.set = offered  # type: ignore[method-assign]
+    torch_store.set = offered  # type: ignore[method-assign]
     words = r"rank 0 of 4 waits for ranks 1, 3, .* by torchrun's store at localhost:29500 within 2 s"
     with pytest.raises(errors.TimeoutError, match=words) as caught:
-        meet(0, board, timeout=2.0, stall_warning=0.1)
+        meet(0, torch_store, timeout=2.0, stall_warning=0.1)
     (warning,) = caplog.messages
     assert re.search(
         r"rank 0 of 4 has waited .* in multiring.init\(\) at port .* for ranks 1, 3: not started", warning
@@ -183,23 +187,23 @@ def test_missing_ranks_are_named(board: Board, caplog: pytest.LogCaptureFixture)
     assert "MULTIRING_STORE and MULTIRING_SECRET" in str(caught.value)
 
 
-def test_a_rank_0_that_says_nothing_is_named(board: Board) -> None:
+def test_a_rank_0_that_says_nothing_is_named(torch_store: FakeTorchStore) -> None:
     words = r"rank 1 of 4 has found no store of rank 0 .*29500 within 0\.1 s: it has not said where"
     with pytest.raises(errors.TimeoutError, match=words) as caught:
-        meet(1, board, timeout=0.1)
+        meet(1, torch_store, timeout=0.1)
     assert (caught.value.rank, caught.value.peer) == (1, 0)
 
 
-def test_a_store_that_cannot_be_reached_is_told(board: Board) -> None:
-    def connect(host: str, port: int, timeout: float) -> Board:
+def test_a_store_that_cannot_be_reached_is_told(torch_store: FakeTorchStore) -> None:
+    def connect(host: str, port: int, timeout: float) -> FakeTorchStore:
         raise RuntimeError("the client socket has timed out\nand a stack")
 
     words = "rank 3 cannot reach torchrun's store at localhost:29500, .*: the client socket has timed out. S"
     with pytest.raises(UsageError, match=words):
         torchrun.meet(place(3), Settings(), connect)
-    board.gone = True
+    torch_store.gone = True
     with pytest.raises(UsageError, match="where the ranks meet: Connection reset by peer. See"):
-        meet(1, board)
+        meet(1, torch_store)
 
 
 def test_a_python_without_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def threads(environ: Mapping[str, str] = os.environ) -> Finding:
 def settings(environ: Mapping[str, str] = os.environ) -> Finding:
     """Whether every variable of multiring is known and has a value that is accepted."""
     try:
-        config.load(environ)
+        config.check(environ)
     except UsageError as error:
         return Finding(Status.FAILED, str(error), "correct or unset it")
     unknown = config.unknown_variables(environ)

@@ -9,9 +9,11 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,9 +113,19 @@ def _ask(
     command = [*ssh, host.slots.name, f"exec {shlex.quote(python)} -P -m {MODULE}"]
     before = time.time()
     try:
-        run = subprocess.run(
-            command, input=json.dumps(order), capture_output=True, text=True, timeout=limit, errors="replace"
-        )
+        # Not a pipe: what ssh leaves running to share a connection keeps it open.
+        with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+            run = subprocess.run(
+                command,
+                input=json.dumps(order),
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                timeout=limit,
+                errors="replace",
+            )
+            stderr.seek(0)
+            run.stderr = stderr.read()
         (facts,) = marked(run.stdout)
         first, last = facts.pop("clock")
         if facts.keys() != here.keys():
@@ -132,7 +144,7 @@ def _ask(
 
 
 def _why(name: str, python: str, run: subprocess.CompletedProcess[str]) -> Finding:
-    """Why a host does not answer."""
+    """Why a host does not answer, or not as this one would."""
     code, lines = run.returncode, run.stderr.strip().splitlines()
     last = lines[-1].strip() if lines else f"exit code {code}"
     if code == _SSH_FAILED or code < 0:  # or a signal, as of Ctrl-C, has ended it
@@ -145,6 +157,9 @@ def _why(name: str, python: str, run: subprocess.CompletedProcess[str]) -> Findi
         fix = "install it there, or name the Python that has multiring with --remote-python"
         return Finding(Status.FAILED, f"there is no {python}", fix)
     detail = f"multiring does not start there with {python}: {last}"
+    with suppress(KeyError, TypeError, ValueError):
+        (facts,) = marked(run.stdout)
+        last = f"multiring {facts['versions']['multiring']}"
     if code == 0 or "No module named" in last:
         detail = f"{python} has no multiring there, or another version: {last}"
     fix = (
@@ -293,10 +308,10 @@ def _unreached(
         for rank, end in ((caller, own), (listener, other))
     ]
     fix = "open all TCP ports between the two in the firewall"
-    if any(len((hosts[rank].facts or {})["addresses"]) > 1 for rank in (caller, listener)):
-        fix += f", or choose other interfaces on all hosts, as with MULTIRING_INTERFACES=^{other[0]}"
     if not own:
         fix = "choose interfaces of a network that both share with MULTIRING_INTERFACES"
+    elif any(len((hosts[rank].facts or {})["addresses"]) > 1 for rank in (caller, listener)):
+        fix += f", or choose other interfaces on all hosts, as with MULTIRING_INTERFACES=^{other[0]}"
     return hosts[caller].name, Finding(Status.FAILED, f"{ends[0]} does not reach {ends[1]}: {why}", fix)
 
 

@@ -137,7 +137,7 @@ def job_environment(options: JobOptions) -> dict[str, str]:
     """
     _open_missing_standard_descriptors()
     environ = {**os.environ, **options.environment}
-    config.load(environ)
+    config.check(environ)
     for name, meant in config.unknown_variables(environ).items():
         say([f"environment variable {name} is not known" + (f"; is {meant} meant?" if meant else "")])
     return environ
