@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 from multiring.commands.doctor.checks import Status
 from multiring.commands.doctor.host_probe import MARK
-from multiring.commands.doctor.hosts_doctor import Host, _unreached, host_findings, rate_findings
+from multiring.commands.doctor.hosts_doctor import Host, _unreached, host_findings, look_at, rate_findings
 from multiring.commands.doctor.links import Listener, reach, rounds
 from multiring.commands.launcher.hosts import HostSlots
 from tests.support import Job, executable, held_port, run_multiring, wait_until
@@ -65,6 +67,23 @@ def test_hosts_without_a_network_in_common_are_told() -> None:
     _, finding = _unreached(hosts, 0, ("eth0", "10.0.0.1"), 1, ("eth1", "10.1.0.2"), "no answer")
     assert "^eth1" in finding.fix
     assert "10.1.0.2 (eth1) of b" in finding.detail
+
+
+def test_more_hosts_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def run(command: list[str], *, timeout: float, **_: object) -> None:
+        given.append(timeout)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    args = argparse.Namespace(ssh="ssh", remote_python="", address="", interfaces=None)
+    for count in (2, 128):
+        rows = list(look_at(args, [HostSlots(f"h{number}.invalid", 1) for number in range(count)]))
+        assert sum(finding.detail == "does not answer in time" for _, finding in rows) == count
+    assert given[:2] == [given[0]] * 2
+    assert given[2:] == [given[-1]] * 128
+    assert given[-1] > 2 * given[0]
 
 
 FACTS: dict[str, Any] = {
