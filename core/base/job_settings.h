@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/arithmetic/comm_dtype.h"
+#include "base/arithmetic/order.h"
 #include "base/export.h"
 
 namespace multiring {
@@ -29,6 +30,7 @@ struct JobSettings {
   /// ranks; kNoTuning: none, and none is measured.
   std::string tuning;
   CommDtype comm_dtype = CommDtype::kFloat32;  ///< of allreduces of float32 that do not say
+  Order order = Order::kCanonical;             ///< of allreduces that do not say
 };
 
 inline constexpr const char* kNoTuning = "off";
@@ -51,6 +53,7 @@ void visit_settings(const Visit& visit) {
   visit("mode", &JobSettings::mode, SettingScope::kJob);
   visit("tuning", &JobSettings::tuning, SettingScope::kJob);
   visit("comm_dtype", &JobSettings::comm_dtype, SettingScope::kJob);
+  visit("order", &JobSettings::order, SettingScope::kJob);
 }
 
 /// The settings of the job, to be compared: values by the names of their variables.

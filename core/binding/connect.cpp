@@ -93,6 +93,11 @@ void add_setting(py::class_<JobSettings>& settings, const char* name, CommDtype 
       name, [member](const JobSettings& self) { return comm_dtype_name(self.*member); },
       [member](JobSettings& self, const std::string& value) { self.*member = parse_comm_dtype(value); });
 }
+void add_setting(py::class_<JobSettings>& settings, const char* name, Order JobSettings::* member) {
+  settings.def_property(
+      name, [member](const JobSettings& self) { return order_name(self.*member); },
+      [member](JobSettings& self, const std::string& value) { self.*member = parse_order(value); });
+}
 
 }  // namespace
 

@@ -30,7 +30,7 @@ struct PlanRequest {
   std::string mode;
   int channels = PlanOptions{}.channels;
   std::size_t segment = 0;
-  bool reproducible = true;
+  std::string order = order_name(PlanOptions{}.order);
 
   PlanOptions options() const {
     return {.count = count,
@@ -38,7 +38,7 @@ struct PlanRequest {
             .mode = mode.empty() ? Mode{} : parse_mode(mode),
             .channels = channels,
             .segment = segment,
-            .reproducible = reproducible};
+            .order = parse_order(order)};
   }
 };
 
@@ -116,7 +116,7 @@ void bind_plans(py::module_& module) {
       .def_readwrite("mode", &PlanRequest::mode)
       .def_readwrite("channels", &PlanRequest::channels)
       .def_readwrite("segment", &PlanRequest::segment)
-      .def_readwrite("reproducible", &PlanRequest::reproducible);
+      .def_readwrite("order", &PlanRequest::order);
   py::class_<Channel>(module, "Channel", "One way through the network that all hosts take together.")
       .def_readonly("interface", &Channel::interface)
       .def_readonly("bytes_per_second", &Channel::bytes_per_second);
@@ -127,7 +127,7 @@ void bind_plans(py::module_& module) {
            py::arg("cluster"), py::arg("request"))
       .def_property_readonly("mode", [](const Plan& plan) { return format_mode(plan.mode()); })
       .def_property_readonly("count", &Plan::count)
-      .def_property_readonly("reproducible", &Plan::reproducible)
+      .def_property_readonly("order", [](const Plan& plan) { return order_name(plan.order()); })
       .def_property_readonly("element_bytes", &Plan::element_bytes)
       .def_property_readonly("partial_bytes", &Plan::partial_bytes)
       .def_property_readonly("parts_across_hosts", &Plan::parts_across_hosts)

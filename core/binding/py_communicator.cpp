@@ -46,9 +46,10 @@ namespace {
 
 bool run_allreduce(Communicator& self, py::handle input, py::handle output, ReduceOp op,
                    std::string_view name, double prescale, double postscale, double timeout,
-                   CommDtype comm_dtype) {
+                   Crossing crossing) {
   PyOperation prepared;
-  if (!prepare_allreduce(prepared, input, output, op, name, prescale, postscale, comm_dtype)) return false;
+  set_reduction(prepared, op, prescale, postscale, crossing);
+  if (!prepare_allreduce(prepared, input, output, name)) return false;
   const GilRelease release;
   self.run(prepared.operation, call_options(timeout));
   return true;
@@ -178,11 +179,11 @@ void bind_communicator(py::module_& module) {
                              "What was given to choose algorithms by size; it may be of another cluster.")
       .def_property_readonly("is_broken", py::cpp_function(&Communicator::is_broken, Released()))
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
-           py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("comm_dtype"),
+           py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("crossing"),
            "False: an array is not contiguous, nothing was done.")
       .def("numpy_allreduce", &make_numpy_allreduce,
            "A quicker allreduce for C-ordered NumPy arrays, as a function:\n"
-           "(x, out, op, name, prescale, postscale, timeout, comm_dtype) -> bool.\n"
+           "(x, out, op, name, prescale, postscale, timeout, crossing) -> bool.\n"
            "False: an argument is not plain enough, nothing was done.")
       .def("run", &run, py::arg("operation"), py::arg("timeout"))
       .def("submit", &submit, py::arg("operation"), py::arg("priority"))

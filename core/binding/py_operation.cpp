@@ -56,8 +56,16 @@ void PyOperation::set_output(py::handle array) {
   views->push_back(std::move(view));
 }
 
-bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle output, ReduceOp op,
-                       std::string_view name, double prescale, double postscale, CommDtype comm_dtype) {
+void set_reduction(PyOperation& operation, ReduceOp op, double prescale, double postscale,
+                   Crossing crossing) {
+  MatchKey& key = operation.operation.descriptor.key;
+  key.op = op;
+  key.prescale = prescale;
+  key.postscale = postscale;
+  std::tie(key.comm_dtype, key.order) = crossing;
+}
+
+bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle output, std::string_view name) {
   const bool in_place = output.is(input);
   ArrayView in(input, in_place);
   ArrayView out = in_place ? ArrayView() : ArrayView(output, true);
@@ -65,10 +73,6 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
   Descriptor& descriptor = prepared.operation.descriptor;
   descriptor.key.kind = OpKind::kAllreduce;
   in.describe_in(descriptor);
-  descriptor.key.op = op;
-  descriptor.key.prescale = prescale;
-  descriptor.key.postscale = postscale;
-  descriptor.key.comm_dtype = comm_dtype;
   descriptor.set_name(name);
   if (!in_place && out.dtype() != in.dtype())
     throw_usage(std::string("out has dtype ") + dtype_name(out.dtype()) + ", the input " +
@@ -188,6 +192,8 @@ void bind_operation(py::module_& module) {
   add_values(py::enum_<ReduceOp>(module, "ReduceOp"), ReduceOp{}, kReduceOpCount, reduce_op_name);
   add_values(py::enum_<CommDtype>(module, "CommDtype", "As what float32 crosses from host to host."),
              CommDtype{}, kCommDtypeCount, comm_dtype_name);
+  add_values(py::enum_<Order>(module, "Order", "In which order an allreduce adds."), Order{}, kOrderCount,
+             order_name);
   module.def(
       "checksum",
       [](std::uintptr_t address, std::size_t nbytes, std::uint64_t seed) {
@@ -219,15 +225,8 @@ void bind_operation(py::module_& module) {
       .def("set_pieces", &set_pieces, py::arg("dtype"), py::arg("addresses"), py::arg("nbytes"),
            py::arg("owners"), "One array, to be reduced in place, that lies in pieces.")
       .def("set_output", &PyOperation::set_output, py::arg("array"))
-      .def(
-          "set_reduction",
-          [](PyOperation& self, ReduceOp op, double prescale, double postscale, CommDtype comm_dtype) {
-            self.operation.descriptor.key.op = op;
-            self.operation.descriptor.key.prescale = prescale;
-            self.operation.descriptor.key.postscale = postscale;
-            self.operation.descriptor.key.comm_dtype = comm_dtype;
-          },
-          py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("comm_dtype"))
+      .def("set_reduction", &set_reduction, py::arg("op"), py::arg("prescale"), py::arg("postscale"),
+           py::arg("crossing"))
       .def(
           "set_splits",
           [](PyOperation& self, std::vector<std::uint64_t> splits) {

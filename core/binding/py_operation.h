@@ -22,8 +22,12 @@ struct PyOperation {
 };
 
 /// Fills in what allreduce needs. False: an array is not contiguous, nothing was done.
-bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle output, ReduceOp op,
-                       std::string_view name, double prescale, double postscale, CommDtype comm_dtype);
+bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle output, std::string_view name);
+
+/// How an allreduce crosses from host to host.
+using Crossing = std::pair<CommDtype, Order>;
+
+void set_reduction(PyOperation& operation, ReduceOp op, double prescale, double postscale, Crossing crossing);
 
 void bind_operation(py::module_& module);
 

@@ -27,6 +27,7 @@ bool same_key(const MatchKey& a, const MatchKey& b) { return std::memcmp(&a, &b,
 bool is_plausible(const Descriptor& descriptor) {
   return descriptor.key.kind < OpKind::kCount && static_cast<int>(descriptor.key.op) < kReduceOpCount &&
          static_cast<int>(descriptor.key.comm_dtype) < kCommDtypeCount &&
+         static_cast<int>(descriptor.key.order) < kOrderCount &&
          static_cast<int>(descriptor.dtype) < kDTypeCount && descriptor.dims <= Descriptor::kMaxDims;
 }
 
@@ -65,6 +66,7 @@ std::string describe(const Descriptor& descriptor) {
   }
   if (is_rounded(descriptor.key.comm_dtype))
     text += std::string(" comm_dtype ") + comm_dtype_name(descriptor.key.comm_dtype);
+  if (descriptor.key.order == Order::kAny) text += " in any order";
   if (descriptor.key.root >= 0) text += root_of(descriptor) + std::to_string(descriptor.key.root);
   if (!traits.has_array || takes_any_array(descriptor)) return text;
   text += std::string(" ") + dtype_name(descriptor.dtype) + "[";

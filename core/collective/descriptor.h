@@ -8,6 +8,7 @@
 
 #include "base/arithmetic/comm_dtype.h"
 #include "base/arithmetic/dtype.h"
+#include "base/arithmetic/order.h"
 #include "base/arithmetic/reduction.h"
 #include "base/export.h"
 
@@ -46,7 +47,8 @@ struct MatchKey {
   std::uint8_t dtype = 0;
   ReduceOp op = ReduceOp::kSum;
   CommDtype comm_dtype = CommDtype::kDefault;  ///< never the default in an allreduce of float32
-  std::array<std::uint8_t, 4> unused{};
+  Order order = Order::kDefault;               ///< never the default in an allreduce
+  std::array<std::uint8_t, 3> unused{};
 };
 static_assert(sizeof(MatchKey) == 56, "compared as bytes: no padding");
 

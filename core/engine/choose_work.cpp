@@ -7,9 +7,10 @@
 namespace multiring {
 namespace {
 
+// What is fused depends on time, and so would the bits of a sum in any order.
 bool may_fuse(const Operation& operation, std::size_t below) {
   return operation.descriptor.key.kind == OpKind::kAllreduce && operation.descriptor.bytes < below &&
-         !averages_integers(operation.descriptor);
+         operation.descriptor.key.order != Order::kAny && !averages_integers(operation.descriptor);
 }
 
 bool same_reduction(const MatchKey& a, const MatchKey& b) {

@@ -29,8 +29,10 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       point_to_point_(exchange_),
       symmetric_(transport_->rank()),
       tuning_(options_.tuning) {
-  if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
-  if (!options_.tuning.empty()) exchange_.plans().set_tuning(Tuning::parse(options_.tuning), *transport_);
+  if (!options_.mode.empty())
+    exchange_.plans().force_mode(parse_mode(options_.mode), *transport_, options_.order);
+  if (!options_.tuning.empty())
+    exchange_.plans().set_tuning(Tuning::parse(options_.tuning), *transport_, options_.order);
   exchange_.set_elsewhere(
       {.waits =
            [this](int peer) { return CommunicatorList::find_other_wait(this, transport_->world_rank(peer)); },
@@ -78,7 +80,7 @@ void Communicator::set_tuning(const std::string& tuning) {
   if (busy_ || !queue_.empty())
     throw Error(ErrorKind::kUsage,
                 "communicator '" + name() + "' cannot be tuned while operations are in progress");
-  exchange_.plans().set_tuning(std::move(parsed), *transport_);
+  exchange_.plans().set_tuning(std::move(parsed), *transport_, options_.order);
   tuning_ = tuning;
 }
 
@@ -191,6 +193,9 @@ void Communicator::complete(Operation& operation) const {
     descriptor.key.comm_dtype = options_.comm_dtype;
   if (descriptor.key.comm_dtype == CommDtype::kFloat32 && !has_comm_dtype(descriptor))
     descriptor.key.comm_dtype = CommDtype::kDefault;
+  const bool has_order = descriptor.key.kind == OpKind::kAllreduce;
+  if (descriptor.key.order == Order::kDefault && has_order) descriptor.key.order = options_.order;
+  if (descriptor.key.order == Order::kCanonical && !has_order) descriptor.key.order = Order::kDefault;
   if (descriptor.bytes >= kMinSymmetricBytes && operation.pieces.empty() && traits.reduces)
     symmetric_.locate_buffers(operation, transport_->shares_memory());
 }

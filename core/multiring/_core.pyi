@@ -25,6 +25,7 @@ __all__: list[str] = [
     "NamedQueue",
     "OpKind",
     "Operation",
+    "Order",
     "Plan",
     "PlanRequest",
     "RankTraffic",
@@ -220,6 +221,44 @@ class CommDtype:
     @property
     def value(self) -> int: ...
 
+class Order:
+    """
+    In which order an allreduce adds.
+
+    Members:
+
+      DEFAULT
+
+      CANONICAL
+
+      ANY
+    """
+
+    ANY: typing.ClassVar[Order]
+    CANONICAL: typing.ClassVar[Order]
+    DEFAULT: typing.ClassVar[Order]
+    __members__: typing.ClassVar[dict[str, Order]]
+    @typing.overload
+    def __eq__(self, other: Order) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: Order) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class ArrayReduction:
     """
     Reduces arrays element by element into every output, as a collective does, but without ranks.
@@ -266,7 +305,7 @@ class Operation:
         op: ReduceOp,
         prescale: typing.SupportsFloat | typing.SupportsIndex,
         postscale: typing.SupportsFloat | typing.SupportsIndex,
-        comm_dtype: CommDtype,
+        crossing: tuple[CommDtype, Order],
     ) -> None: ...
     def set_splits(
         self, splits: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
@@ -307,7 +346,7 @@ class Communicator:
         prescale: typing.SupportsFloat | typing.SupportsIndex,
         postscale: typing.SupportsFloat | typing.SupportsIndex,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
-        comm_dtype: CommDtype,
+        crossing: tuple[CommDtype, Order],
     ) -> bool:
         """
         False: an array is not contiguous, nothing was done.
@@ -316,7 +355,7 @@ class Communicator:
     def numpy_allreduce(self) -> typing.Any:
         """
         A quicker allreduce for C-ordered NumPy arrays, as a function:
-        (x, out, op, name, prescale, postscale, timeout, comm_dtype) -> bool.
+        (x, out, op, name, prescale, postscale, timeout, crossing) -> bool.
         False: an argument is not plain enough, nothing was done.
         """
     def recv(
@@ -460,6 +499,7 @@ class JobSettings:
     comm_dtype: str
     host: str
     mode: str
+    order: str
     tuning: str
     def __init__(self) -> None: ...
     @property
@@ -612,7 +652,7 @@ class PlanRequest:
 
     dtype: str
     mode: str
-    reproducible: bool
+    order: str
     def __init__(self) -> None: ...
     @property
     def channels(self) -> int: ...
@@ -658,11 +698,11 @@ class Plan:
     @property
     def mode(self) -> str: ...
     @property
+    def order(self) -> str: ...
+    @property
     def partial_bytes(self) -> int: ...
     @property
     def parts_across_hosts(self) -> int: ...
-    @property
-    def reproducible(self) -> bool: ...
     @property
     def segment(self) -> int: ...
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,14 @@ from multiring.arrays import (
     without_gradient,
 )
 from multiring.errors import UsageError
-from multiring.reductions import native_comm_dtype, native_reduction, reduce_op
-from multiring.types import Array, CommDtypeName, ReduceOpName
+from multiring.reductions import (
+    CrossingKeywords,
+    check_crossing,
+    native_crossing,
+    native_reduction,
+    reduce_op,
+)
+from multiring.types import Array, ReduceOpName
 from multiring.work import Work, seconds
 
 __all__ = ["Collectives", "Finish", "into", "set_arrays"]
@@ -58,7 +64,7 @@ class Collectives:
         prescale: float = 1.0,
         postscale: float = 1.0,
         timeout: float | None = None,
-        comm_dtype: CommDtypeName | None = None,
+        **crossing: Unpack[CrossingKeywords],
     ) -> Array:
         """Reduces `x` element by element over all ranks; every rank gets the result.
 
@@ -71,25 +77,24 @@ class Collectives:
             prescale: Factor for each input before the reduction.
             postscale: Factor for the result.
             timeout: Seconds to wait for the other ranks.
-            comm_dtype: The dtype in which float32 crosses from host to host: "bfloat16" and "float16" take
-                half of the time on the network and are rounded, once for each host and once for the result;
-                "float32" is exact. MULTIRING_COMM_DTYPE if None. See docs/compression.md.
+            crossing: `comm_dtype` and `order`, see `CrossingKeywords`.
 
         Returns:
             `out`, or the new array.
         """
         if out is not None and self._numpy_allreduce(
-            x, out, op, name, prescale, postscale, timeout, comm_dtype
+            x, out, op, name, prescale, postscale, timeout, crossing
         ):
             return out
         x = as_array(x)
         if out is None:
             x = contiguous(x)
             out = empty_like(x)
-            if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, comm_dtype):
+            if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, crossing):
                 return out
+        check_crossing(Collectives.allreduce, crossing)
         wait = seconds(timeout)
-        factors = reduce_op(op), name or "", prescale, postscale, wait, native_comm_dtype(comm_dtype)
+        factors = reduce_op(op), name or "", prescale, postscale, wait, native_crossing(**crossing)
         if not self._core.allreduce(x, without_gradient(out), *factors):
             source, target = contiguous(x), target_for(out)
             if not self._core.allreduce(source, target, *factors):
@@ -109,12 +114,13 @@ class Collectives:
         prescale: float = 1.0,
         postscale: float = 1.0,
         priority: int = 0,
-        comm_dtype: CommDtypeName | None = None,
+        **crossing: Unpack[CrossingKeywords],
     ) -> Work:
         """Like `allreduce`, without waiting. Of the operations that all ranks have submitted, those of higher
-        `priority` run first; small ones run together."""
+        `priority` run first; small ones run together, unless they may add in any order."""
+        check_crossing(Collectives.allreduce_async, crossing)
         operation = self._operation("ALLREDUCE", name)
-        operation.set_reduction(*native_reduction(op, prescale, postscale, comm_dtype))
+        operation.set_reduction(*native_reduction(op, prescale, postscale, **crossing))
         return self._submit(operation, set_arrays(operation, x, out), priority)
 
     def allreduce_pieces_async(
@@ -124,7 +130,7 @@ class Collectives:
         name: str | None,
         prescale: float,
         postscale: float,
-        comm_dtype: CommDtypeName | None = None,
+        **crossing: Unpack[CrossingKeywords],
     ) -> Work:
         """`allreduce_async`, in place, of an array that lies in pieces; for adapters.
 
@@ -133,7 +139,7 @@ class Collectives:
         The other arguments are those of `allreduce`. The result of the work is None.
         """
         operation = self._operation("ALLREDUCE", name)
-        operation.set_reduction(*native_reduction(op, prescale, postscale, comm_dtype))
+        operation.set_reduction(*native_reduction(op, prescale, postscale, **crossing))
         operation.set_pieces(*pieces)
         return self._submit(operation, lambda done: None, 0)
 

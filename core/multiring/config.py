@@ -247,6 +247,13 @@ VARIABLES: tuple[Variable, ...] = (
         _choice("float32", "bfloat16", "float16"),
     ),
     Variable(
+        "order",
+        "canonical or any",
+        "In which order allreduces that do not say add: any lets rings run, and gives up bits that are the "
+        "same wherever ranks are (docs/tuning.md).",
+        _choice("canonical", "any"),
+    ),
+    Variable(
         "check_every",
         "number of steps, 0 for never",
         "How often adapters compare parameters, hyperparameters and buffers over ranks "
@@ -306,5 +313,10 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     """Variables that look like ours and are not: maps each to the likeliest one meant, or to ""."""
     known = {variable.name: variable for variable in VARIABLES}
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
-    meant = [name for name, variable in known.items() if not variable.set_by_launcher]
-    return {name: next(iter(difflib.get_close_matches(name, meant, n=1, cutoff=0.8)), "") for name in unknown}
+    meant = [name.removeprefix(PREFIX) for name, each in known.items() if not each.set_by_launcher]
+
+    def nearest(name: str) -> str:
+        near = difflib.get_close_matches(name.removeprefix(PREFIX), meant, n=1)
+        return PREFIX + near[0] if near else ""
+
+    return {name: nearest(name) for name in unknown}

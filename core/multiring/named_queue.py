@@ -92,7 +92,7 @@ class NamedQueue:
                 one which failed on some ranks only has left operations out there.
             asked: What the caller asks for besides, such as a shape; compared as the dtype is, and shown in
                 place of the name. The name if empty.
-            reduction: `op`, `prescale`, `postscale` and `comm_dtype`, as there.
+            reduction: `op`, `prescale`, `postscale`, `comm_dtype` and `order`, as there.
         """
         operation = _core.Operation(_core.OpKind.ALLREDUCE, asked)
         operation.set_reduction(*native_reduction(**reduction))

@@ -6,19 +6,23 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypedDict, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from multiring import _core as native
 from multiring.errors import UsageError
-from multiring.types import CommDtypeName, ReduceOpName
+from multiring.types import CommDtypeName, OrderName, ReduceOpName
 
 __all__ = [
+    "CrossingKeywords",
     "ReductionKeywords",
     "ScaleKeywords",
+    "check_crossing",
     "comm_dtype_name",
     "explain_arguments",
     "native_comm_dtype",
+    "native_crossing",
+    "native_order",
     "native_reduction",
     "reduce_op",
 ]
@@ -34,11 +38,22 @@ class ScaleKeywords(TypedDict, total=False):
     postscale: float
 
 
-class ReductionKeywords(ScaleKeywords, total=False):
+class CrossingKeywords(TypedDict, total=False):
+    """How an allreduce crosses from host to host."""
+
+    comm_dtype: CommDtypeName | None
+    """The dtype in which float32 crosses: "bfloat16" and "float16" take half of the time on the network and
+    are rounded, once for each host and once for the result; "float32" is exact. MULTIRING_COMM_DTYPE if None.
+    See docs/compression.md."""
+    order: OrderName | None
+    """"any" lets it add in the order of its algorithm, a ring's among them; "canonical" gives the same bits
+    wherever ranks are. MULTIRING_ORDER if None. See docs/tuning.md."""
+
+
+class ReductionKeywords(ScaleKeywords, CrossingKeywords, total=False):
     """Keyword arguments of a reduction; see `Communicator.allreduce`."""
 
     op: ReduceOpName
-    comm_dtype: CommDtypeName | None
 
 
 _NARROW = "set MULTIRING_COMM_DTYPE=bfloat16 for all allreduces of float32 that cross hosts (docs/tuning.md)"
@@ -74,6 +89,12 @@ _COMM_DTYPES: dict[CommDtypeName, native.CommDtype] = {
 }
 
 
+_ORDERS: dict[OrderName, native.Order] = {
+    "canonical": native.Order.CANONICAL,
+    "any": native.Order.ANY,
+}
+
+
 def reduce_op(name: str) -> native.ReduceOp:
     """The native counterpart of a reduction's name; raises UsageError if there is none."""
     try:
@@ -97,14 +118,28 @@ def comm_dtype_name(comm_dtype: native.CommDtype) -> CommDtypeName:
     return next(name for name, known in _COMM_DTYPES.items() if known == comm_dtype)
 
 
+def native_order(name: OrderName | None) -> native.Order:
+    """The native counterpart of an order of additions; raises UsageError if there is none."""
+    if name is None:
+        return native.Order.DEFAULT
+    try:
+        return _ORDERS[name]
+    except (KeyError, TypeError):
+        raise UsageError(f"order is {name!r}; accepted: {', '.join(_ORDERS)} and None") from None
+
+
+def native_crossing(
+    comm_dtype: CommDtypeName | None = None, order: OrderName | None = None
+) -> tuple[native.CommDtype, native.Order]:
+    """The native counterpart of how an allreduce crosses hosts; raises UsageError for unknown names."""
+    return native_comm_dtype(comm_dtype), native_order(order)
+
+
 def native_reduction(
-    op: str = "sum",
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    comm_dtype: CommDtypeName | None = None,
-) -> tuple[native.ReduceOp, float, float, native.CommDtype]:
+    op: str = "sum", prescale: float = 1.0, postscale: float = 1.0, **crossing: Unpack[CrossingKeywords]
+) -> tuple[native.ReduceOp, float, float, tuple[native.CommDtype, native.Order]]:
     """What `Operation.set_reduction` takes; raises UsageError for unknown names."""
-    return reduce_op(op), prescale, postscale, native_comm_dtype(comm_dtype)
+    return reduce_op(op), prescale, postscale, native_crossing(**crossing)
 
 
 def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -115,19 +150,30 @@ def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
         TypeError: From the function, for a keyword argument that it does not have.
     """
     accepted = _keywords(function)
-    title = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs.keys() - accepted:
-            if name in _INSTEAD:
-                raise TypeError(f"{title} has no argument {name!r}: {_INSTEAD[name]}")
-            near = difflib.get_close_matches(name, accepted, 1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{title}() got an unexpected keyword argument {name!r}{hint}")
+            raise _unexpected(function, name)
         return function(*args, **kwargs)
 
     return checked
+
+
+def check_crossing(function: Callable[..., Any], crossing: Mapping[str, Any]) -> None:
+    """What `explain_arguments` does, for a function with the keyword arguments `CrossingKeywords` that is too
+    short to be wrapped."""
+    for name in crossing.keys() - CrossingKeywords.__annotations__.keys():
+        raise _unexpected(function, name)
+
+
+def _unexpected(function: Callable[..., Any], name: str) -> TypeError:
+    title = function.__qualname__.removesuffix(".__init__")
+    if name in _INSTEAD:
+        return TypeError(f"{title} has no argument {name!r}: {_INSTEAD[name]}")
+    near = difflib.get_close_matches(name, _keywords(function), 1)
+    hint = f". Did you mean {near[0]!r}?" if near else ""
+    return TypeError(f"{title}() got an unexpected keyword argument {name!r}{hint}")
 
 
 @functools.cache

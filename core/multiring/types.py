@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Array", "BufferMode", "CommDtypeName", "ReduceOpName"]
+__all__ = ["Array", "BufferMode", "CommDtypeName", "OrderName", "ReduceOpName"]
 
 Array: TypeAlias = Any
 """An array: anything with the buffer protocol or DLPack in host memory (NumPy arrays, Torch CPU tensors that
@@ -15,6 +15,9 @@ ReduceOpName: TypeAlias = Literal["sum", "average", "min", "max", "product"]
 
 CommDtypeName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 """As what float32 crosses from host to host."""
+
+OrderName: TypeAlias = Literal["canonical", "any"]
+"""In which order an allreduce adds."""
 
 BufferMode: TypeAlias = Literal["broadcast", "average", "local"]
 """What happens, after each reduction of gradients, to the buffers of a model: what it holds beside its

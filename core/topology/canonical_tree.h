@@ -12,7 +12,8 @@ namespace multiring {
 // tree(lo, hi) = tree(lo, lo + p) + tree(lo + p, hi) with p the largest power of two below hi - lo. Sums of
 // some ranks may travel in place of their contributions only where they are nodes of that tree.
 
-/// A node of the canonical tree: the ranks [begin, end).
+/// A node of the canonical tree: the ranks [begin, end). Where the order of additions is any, the sum of some
+/// ranks, whichever they are: [the lowest, the lowest + how many).
 struct Subtree {
   int begin = 0;
   int end = 0;

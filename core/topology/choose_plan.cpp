@@ -21,20 +21,20 @@ constexpr double kAsGood = 1.02;
 
 /// The algorithms that are tried where none is forced. A ring sends what the pairwise exchange sends in more
 /// hops, but to one neighbour only; it pays among many hosts.
-std::vector<Algorithm> candidates_for(bool across_hosts, bool last, bool reproducible) {
+std::vector<Algorithm> candidates_for(bool across_hosts, bool last, Order order) {
   std::vector<Algorithm> found{Algorithm::kPairwise, Algorithm::kTree};
   if (last) found.push_back(Algorithm::kDoubling);
-  if (across_hosts && !reproducible) found.push_back(Algorithm::kRing);
+  if (across_hosts && order == Order::kAny) found.push_back(Algorithm::kRing);
   return found;
 }
 
 /// The ways that are tried to give each dimension an algorithm. Dimensions between the first and the last get
 /// the same: they are alike, and combinations of many dimensions have no end.
-std::vector<Mode> combinations(const Mode& mode, bool reproducible) {
+std::vector<Mode> combinations(const Mode& mode, Order order) {
   std::vector<Mode> modes;
-  for (const Algorithm first : candidates_for(false, mode.size() == 1, reproducible)) {
-    for (const Algorithm between : candidates_for(true, false, reproducible)) {
-      for (const Algorithm last : candidates_for(true, true, reproducible)) {
+  for (const Algorithm first : candidates_for(false, mode.size() == 1, order)) {
+    for (const Algorithm between : candidates_for(true, false, order)) {
+      for (const Algorithm last : candidates_for(true, true, order)) {
         Mode tried = mode;
         for (std::size_t index = 0; index < mode.size(); ++index) {
           const Algorithm wanted = index == 0 ? first : index + 1 == mode.size() ? last : between;
@@ -93,7 +93,7 @@ Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostM
   if (all_channels > 1) channel_counts.push_back(static_cast<int>(all_channels));
   std::vector<Candidate> candidates;
   for (const Mode& mode : modes_for(cluster, options)) {
-    for (const Mode& combination : combinations(mode, options.reproducible)) {
+    for (const Mode& combination : combinations(mode, options.order)) {
       for (const int channels : channel_counts) {
         PlanOptions tried = options;
         tried.mode = combination;

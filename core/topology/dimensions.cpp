@@ -11,14 +11,14 @@
 namespace multiring {
 namespace {
 
-constexpr std::string_view kLetters = "prdt";  // by the number of the algorithm
+constexpr std::string_view kLetters = "prdtc";  // by the number of the algorithm
 constexpr int kMaxRanks = 1 << 24;
 
 [[noreturn]] void fail_to_parse(std::string_view text, const std::string& reason) {
   throw_usage(
       "mode '" + std::string(text) + "': " + reason +
       "; a mode is written like 4x8x2 (ranks within a host, near hosts, far hosts), and a letter after a "
-      "size forces its algorithm: p pairwise exchange, r ring, d recursive doubling, t tree");
+      "size forces its algorithm: p pairwise exchange, r ring, d recursive doubling, t tree, c chain");
 }
 
 Dimension parse_dimension(std::string_view whole, std::string_view text) {
@@ -49,7 +49,8 @@ std::string ranks_on_hosts(const Cluster& cluster) {
 char algorithm_letter(Algorithm algorithm) { return kLetters[static_cast<std::size_t>(algorithm)]; }
 
 const char* algorithm_name(Algorithm algorithm) {
-  static constexpr const char* kNames[] = {"pairwise exchange", "ring", "recursive doubling", "tree"};
+  static constexpr const char* kNames[] = {"pairwise exchange", "ring", "recursive doubling", "tree",
+                                           "chain"};
   return name_in(kNames, algorithm, "unknown");
 }
 
@@ -71,6 +72,12 @@ std::string format_mode(const Mode& mode) {
     if (dimension.algorithm) text += algorithm_letter(*dimension.algorithm);
   }
   return text;
+}
+
+Mode without_rings(Mode mode) {
+  for (Dimension& dimension : mode)
+    if (dimension.algorithm == Algorithm::kRing) dimension.algorithm = Algorithm::kPairwise;
+  return mode;
 }
 
 void require_fit(const Mode& mode, const Cluster& cluster) {

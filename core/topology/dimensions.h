@@ -22,6 +22,9 @@ enum class Algorithm {
   kDoubling,
   /// A binomial tree to the first rank of the group and back; in a host the first rank reads all others.
   kTree,
+  /// Each chunk's contributions pass along the line of ranks to its owner, from both ends, and its sum back.
+  /// Neighbours only, in canonical order: some links carry several sums of an element (ADR 27).
+  kChain,
 };
 
 /// One level of the machine: within a host, across near hosts, across far hosts, ...
@@ -32,16 +35,19 @@ struct Dimension {
 };
 
 /// Dimensions from the inside out, written as `4x8x2`; a letter after a size forces the algorithm of that
-/// dimension: `p` pairwise, `r` ring, `d` recursive doubling, `t` tree (`4x8r`, `4tx8d`).
+/// dimension: `p` pairwise, `r` ring, `d` recursive doubling, `t` tree, `c` chain (`4x8r`, `4tx8d`).
 using Mode = std::vector<Dimension>;
 
 MULTIRING_API char algorithm_letter(Algorithm algorithm);
-/// "pairwise exchange", "ring", "recursive doubling", "tree".
+/// "pairwise exchange", "ring", "recursive doubling", "tree", "chain".
 MULTIRING_API const char* algorithm_name(Algorithm algorithm);
 
 /// Reads a mode. Raises a usage error that shows the text and what is wrong with it.
 MULTIRING_API Mode parse_mode(std::string_view text);
 MULTIRING_API std::string format_mode(const Mode& mode);
+
+/// The same with a pairwise exchange, which sends the same bytes, in place of every ring.
+MULTIRING_API Mode without_rings(Mode mode);
 
 /// Raises a usage error with the numbers unless `mode` fits: its product is the number of ranks, its first
 /// dimension that of ranks on each host, and only the last dimension uses recursive doubling, which leaves

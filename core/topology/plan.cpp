@@ -33,7 +33,8 @@ void require_canonical(const Mode& mode) {
       throw Error(ErrorKind::kUsage,
                   "mode " + format_mode(mode) + ": a ring of " + std::to_string(dimension.size) +
                       " ranks adds in the order of the ring, not in the canonical one; take the pairwise "
-                      "exchange (p), which sends the same bytes, or allow results that are not reproducible");
+                      "exchange (p), which sends the same bytes, or allow another order "
+                      "(MULTIRING_ORDER=any, --order any)");
 }
 
 }  // namespace
@@ -53,7 +54,7 @@ std::size_t Step::most_parts() const {
 Plan::Plan(Cluster cluster, const PlanOptions& options) : cluster_(std::move(cluster)), options_(options) {
   cluster_.validate();
   mode_ = options_.mode = resolve(options.mode, cluster_, options_.rounded);
-  if (options_.reproducible) require_canonical(mode_);
+  if (canonical()) require_canonical(mode_);
   channels_ = make_channels(cluster_, options_.channels);
   PlanBuilder builder(*this);
   steps_ = builder.build();
@@ -75,7 +76,7 @@ std::size_t Plan::granule() const { return kCacheLine / element_bytes(); }
 Holding Plan::holding(std::vector<int> ranks) const {
   Holding holding;
   holding.ranks = std::move(ranks);
-  if (!options_.reproducible) {
+  if (!canonical()) {
     holding.bytes_per_element = holding.ranks.size() == 1 ? element_bytes() : partial_bytes();
     return holding;
   }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/arithmetic/dtype.h"
+#include "base/arithmetic/order.h"
 #include "base/export.h"
 #include "topology/chunks.h"
 #include "topology/cluster.h"
@@ -35,6 +36,7 @@ struct Group {
   Range range;                    ///< of elements
   int channel = -1;               ///< index into Plan::channels(); -1: the memory of a host
   std::size_t first_holding = 0;  ///< member i enters a reducing step with Step::holdings[first_holding + i]
+  bool backward = false;          ///< a ring that goes from each position to the one before
 };
 
 /// What all groups of a dimension do at the same time.
@@ -54,10 +56,9 @@ struct PlanOptions {
   std::size_t count = 0;  ///< elements
   DType dtype = DType::kFloat32;
   Mode mode;  ///< empty: automatic_mode(); dimensions without an algorithm take the pairwise exchange
-  int channels = 1 << 10;   ///< at most so many interfaces are used at once
-  std::size_t segment = 0;  ///< elements of a pipelined piece of a chunk; 0: chunks go whole
-  /// Whether additions keep the canonical order. Otherwise each holder sends one sum of all it has.
-  bool reproducible = true;
+  int channels = 1 << 10;           ///< at most so many interfaces are used at once
+  std::size_t segment = 0;          ///< elements of a pipelined piece of a chunk; 0: chunks go whole
+  Order order = Order::kCanonical;  ///< kAny: each holder sends one sum of all it has
   /// Whether partial sums are sent as elements of `dtype`, rounded once more by each step that sends them.
   bool rounded = false;
 };
@@ -74,7 +75,8 @@ class MULTIRING_API Plan {
   const Mode& mode() const { return mode_; }
   std::size_t count() const { return options_.count; }
   DType dtype() const { return options_.dtype; }
-  bool reproducible() const { return options_.reproducible; }
+  Order order() const { return options_.order; }
+  bool canonical() const { return options_.order != Order::kAny; }
   const std::vector<Channel>& channels() const { return channels_; }
   std::span<const Step> steps() const { return steps_; }
 

@@ -12,6 +12,7 @@ Phase reducing_phase(Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::kPairwise:
     case Algorithm::kRing:
+    case Algorithm::kChain:
       return Phase::kReduceScatter;
     case Algorithm::kDoubling:
       return Phase::kAllreduce;
@@ -103,6 +104,7 @@ void PlanBuilder::reduce_across(int dimension) {
   const auto& [size, algorithm] = plan_.mode()[static_cast<std::size_t>(dimension)];
   if (size == 1) return;
   const auto group_size = static_cast<std::size_t>(size);
+  if (*algorithm == Algorithm::kRing && size > 2) divide_into_directions();
   Step step{reducing_phase(*algorithm), dimension, *algorithm, {}, block_holdings(hosts_in_block_)};
   for (const Cell& cell : cells_) add_groups(step, cell, group_size);
   steps_.push_back(std::move(step));
@@ -121,11 +123,36 @@ void PlanBuilder::reduce_across(int dimension) {
   cells_ = std::move(cells);
 }
 
+/// Half of the elements goes round in each direction: a link to a neighbour carries as much each way.
+void PlanBuilder::divide_into_directions() {
+  std::vector<Cell> cells;
+  for (std::size_t index = 0; index < cells_.size(); ++index) {
+    if (cells_.size() % 2 == 0) {
+      cells.push_back(cells_[index]);
+      cells.back().backward = index % 2 == 1;
+      continue;
+    }
+    for (const bool backward : {false, true}) {
+      const Range whole = cells_[index].range;
+      const Range half = aligned_block_range(whole.size(), 2, backward ? 1 : 0, plan_.granule());
+      cells.push_back({{whole.begin + half.begin, whole.begin + half.end},
+                       cells_[index].channel,
+                       cells_[index].owners,
+                       backward});
+      if (half.empty()) cells.pop_back();
+    }
+  }
+  cells_ = std::move(cells);
+}
+
 void PlanBuilder::add_groups(Step& step, const Cell& cell, std::size_t group_size) const {
   for (std::size_t first = 0; first < cell.owners.size(); first += group_size) {
     const auto begin = cell.owners.begin() + static_cast<std::ptrdiff_t>(first);
-    step.groups.push_back(
-        {{begin, begin + static_cast<std::ptrdiff_t>(group_size)}, cell.range, cell.channel, first});
+    step.groups.push_back({{begin, begin + static_cast<std::ptrdiff_t>(group_size)},
+                           cell.range,
+                           cell.channel,
+                           first,
+                           cell.backward});
   }
 }
 

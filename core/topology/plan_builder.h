@@ -22,12 +22,14 @@ class PlanBuilder {
     Range range;
     int channel = -1;
     std::vector<int> owners;
+    bool backward = false;  ///< the direction of its ring, if the next step is one
   };
 
   void reduce_within_hosts();
   std::vector<Cell> shared_cells() const;
   void divide_into_stripes();
   void reduce_across(int dimension);
+  void divide_into_directions();
   void add_groups(Step& step, const Cell& cell, std::size_t group_size) const;
   std::vector<Cell> divide(const Cell& cell, std::size_t group_size) const;
   std::vector<Holding> block_holdings(std::size_t hosts_in_block) const;

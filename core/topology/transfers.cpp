@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <unordered_map>
 #include <vector>
 
@@ -17,6 +18,7 @@ int hops_of_group(const Step& step, std::size_t n) {
     case Algorithm::kPairwise:
       return 1;
     case Algorithm::kRing:
+    case Algorithm::kChain:
       return static_cast<int>(n) - 1;
     case Algorithm::kDoubling: {
       const std::size_t core = std::bit_floor(n);
@@ -47,6 +49,8 @@ class Hop {
         return doubling();
       case Algorithm::kTree:
         return step_.across_hosts() ? tree() : flat_tree();
+      case Algorithm::kChain:
+        return chain();
     }
   }
 
@@ -68,10 +72,12 @@ class Hop {
   }
 
   /// Bytes of an element of what the members `positions` brought, summed as far as the order allows.
-  /// `sender` stands for them: it is the same set for every group of the same hosts.
+  /// `sender` stands for them, with whether it is the first of them: it is the same set for every group of
+  /// the same hosts.
   std::size_t joint_bytes(std::size_t sender, const std::vector<std::size_t>& positions) {
     if (positions.size() == 1) return held_bytes(positions[0]);
-    const auto [entry, is_new] = joint_bytes_.try_emplace(group_->first_holding + sender, 0);
+    const std::size_t from = 2 * (group_->first_holding + sender) + (positions[0] == sender ? 1 : 0);
+    const auto [entry, is_new] = joint_bytes_.try_emplace(from, 0);
     if (!is_new) return entry->second;
     std::vector<int> ranks;
     for (const std::size_t position : positions) {
@@ -95,17 +101,47 @@ class Hop {
   }
 
   /// Chunk c starts at position c + 1 and has come round to its owner c after n - 1 hops; then it starts
-  /// there and goes round once more.
+  /// there and goes round once more. Backwards, positions count from the other end.
   void ring() {
-    for (std::size_t from = 0; from < n_; ++from) {
-      const std::size_t to = (from + 1) % n_;
+    const auto position = [this](std::size_t step) { return group_->backward ? n_ - 1 - step : step; };
+    for (std::size_t step = 0; step < n_; ++step) {
+      const std::size_t from = position(step);
+      const std::size_t to = position((step + 1) % n_);
       if (!reducing()) {
-        send_result(from, to, plan_.share(*group_, (from + n_ - hop_) % n_));
+        send_result(from, to, plan_.share(*group_, position((step + n_ - hop_) % n_)));
         continue;
       }
       const std::size_t bytes = hop_ == 0 ? held_bytes(from) : plan_.partial_bytes();
-      send(from, to, plan_.share(*group_, (from + 2 * n_ - 1 - hop_) % n_), TransferKind::kHandOver, bytes);
+      send(from, to, plan_.share(*group_, position((step + 2 * n_ - 1 - hop_) % n_)), TransferKind::kHandOver,
+           bytes);
     }
+  }
+
+  /// In hop h the chunks beyond position h leave it upwards, and those before position n - 1 - h leave that
+  /// downwards, with all that has come to it. Then every chunk's sum passes from its owner to both ends.
+  void chain() {
+    if (!reducing()) {
+      for (std::size_t chunk = 0; chunk < n_; ++chunk) {
+        const Range range = plan_.share(*group_, chunk);
+        if (chunk + hop_ + 1 < n_) send_result(chunk + hop_, chunk + hop_ + 1, range);
+        if (chunk > hop_) send_result(chunk - hop_, chunk - hop_ - 1, range);
+      }
+      return;
+    }
+    const std::size_t up = hop_;
+    const std::size_t down = n_ - 1 - hop_;
+    for (std::size_t chunk = up + 1; chunk < n_; ++chunk)
+      send(up, up + 1, plan_.share(*group_, chunk), TransferKind::kHandOver,
+           joint_bytes(up, positions(0, up + 1)));
+    for (std::size_t chunk = 0; chunk < down; ++chunk)
+      send(down, down - 1, plan_.share(*group_, chunk), TransferKind::kHandOver,
+           joint_bytes(down, positions(down, n_)));
+  }
+
+  static std::vector<std::size_t> positions(std::size_t begin, std::size_t end) {
+    std::vector<std::size_t> found(end - begin);
+    std::iota(found.begin(), found.end(), begin);
+    return found;
   }
 
   /// Position p joins p - 2^hop, which makes sums of aligned blocks, as the canonical tree has them. Back

@@ -93,6 +93,30 @@ bool take_comm_dtype(PyObject* object, CommDtype* comm_dtype) {
   return found.has_value();
 }
 
+bool take_order(PyObject* object, Order* order) {
+  std::string_view text;
+  if (object == Py_None) return true;
+  if (!take_text(object, &text)) return false;
+  const std::optional<Order> found = find_order(text);
+  if (found) *order = *found;
+  return found.has_value();
+}
+
+bool take_crossing(PyObject* object, MatchKey* key) {
+  if (PyDict_CheckExact(object) == 0) return false;
+  Py_ssize_t position = 0;
+  PyObject* name = nullptr;
+  PyObject* value = nullptr;
+  while (PyDict_Next(object, &position, &name, &value) != 0) {
+    std::string_view text;
+    if (!take_text(name, &text)) return false;
+    const bool known = text == "comm_dtype" ? take_comm_dtype(value, &key->comm_dtype)
+                                            : text == "order" && take_order(value, &key->order);
+    if (!known) return false;
+  }
+  return true;
+}
+
 bool take_number(PyObject* object, double* number) {
   if (PyFloat_CheckExact(object) == 0) return false;
   *number = PyFloat_AS_DOUBLE(object);
@@ -117,7 +141,7 @@ bool take_arguments(PyObject* const* args, Operation* operation, double* timeout
   if (!take_op(args[2], &descriptor.key.op) || !take_text(args[3], &name) ||
       !take_number(args[4], &descriptor.key.prescale) || !take_number(args[5], &descriptor.key.postscale) ||
       (args[6] != Py_None && (!take_number(args[6], timeout) || !(*timeout >= 0))) ||
-      !take_comm_dtype(args[7], &descriptor.key.comm_dtype))
+      !take_crossing(args[7], &descriptor.key))
     return false;
   descriptor.key.kind = OpKind::kAllreduce;
   descriptor.set_name(name);

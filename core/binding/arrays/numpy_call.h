@@ -11,10 +11,11 @@ namespace multiring::binding {
 /// The allreduce of NumPy arrays that training loops call: a plain C function of Python, without what makes a
 /// pybind11 call convenient and slow (about 0.4 us of a call that takes 1 us in all).
 ///
-///     call(x, out, op, name, prescale, postscale, timeout, comm_dtype) -> bool
+///     call(x, out, op, name, prescale, postscale, timeout, crossing) -> bool
 ///
 /// False, and nothing was done, for anything but C-ordered arrays of NumPy's own dtypes and arguments of the
-/// plain types (op, name, comm_dtype: str, the last two may be None; scales: float; timeout: float or None):
+/// plain types (op, name: str, the latter may be None; scales: float; timeout: float or None; crossing: dict
+/// of the keyword arguments comm_dtype and order, as far as given: str or None):
 /// then the caller uses the general function, which also reports what is wrong.
 pybind11::object make_numpy_allreduce(std::shared_ptr<Communicator> communicator);
 

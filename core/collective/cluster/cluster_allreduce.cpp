@@ -26,7 +26,8 @@ ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const OperationCall& call
       hierarchy_(hierarchy),
       local_ranks_(hierarchy.host_ranks()),
       local_rank_(static_cast<int>(std::ranges::find(local_ranks_, exchange.rank()) - local_ranks_.begin())),
-      sums_(operations[0]->dtype(), operations[0]->reduction(), exchange.size()),
+      order_(operations[0]->descriptor.key.order),
+      sums_(operations[0]->dtype(), operations[0]->reduction(), exchange.size(), order_),
       carried_(carried_dtype(*operations[0])),
       element_(operations[0]->element_size()),
       carried_element_(dtype_size(carried_)),
@@ -34,14 +35,18 @@ ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const OperationCall& call
       waiting_(call.waiting) {
   waiting_.brief = true;  // all are in the operation
   const bool rounded = is_rounded(operations[0]->descriptor.key.comm_dtype);
-  if (rounded) rounded_.emplace(carried_, operations[0]->reduction(), exchange.size());
+  if (rounded) rounded_.emplace(carried_, operations[0]->reduction(), exchange.size(), order_);
   PlanCache& plans = exchange.plans();
   const AllreduceAlgorithm* const given = plans.algorithm(bytes_, rounded);
   const AllreduceAlgorithm algorithm = given != nullptr ? *given : AllreduceAlgorithm{};
   divide(algorithm.segment);
   const Range last = segment(segments_ - 1);
-  full_ = plans.schedule(exchange.transport(), segment_bytes_ / element_, carried_, rounded, algorithm.mode);
-  last_ = plans.schedule(exchange.transport(), last.size() / element_, carried_, rounded, algorithm.mode);
+  const auto schedule = [&](std::size_t bytes) {
+    return plans.schedule(exchange.transport(),
+                          {bytes / element_, carried_, rounded, order_, algorithm.mode});
+  };
+  full_ = schedule(segment_bytes_);
+  last_ = schedule(last.size());
   steps_ = full_->steps.size();
   in_flight_.resize(std::min(segments_, steps_ * kPipelineDepth + 1));
   const std::size_t slot_bytes = std::max(full_->bytes, last_->bytes);
@@ -142,11 +147,11 @@ void ClusterAllreduce::start(std::size_t index) {
     parts_.clear();
     inputs_.clear();
     for (std::size_t local_rank = 0; local_rank < local_ranks_.size(); ++local_rank) {
-      const int rank = local_ranks_[local_rank];
-      if (rank < sum.node.begin || rank >= sum.node.end) continue;
+      const Subtree alone{local_ranks_[local_rank], local_ranks_[local_rank] + 1};
+      if (!is_part(alone, sum.node)) continue;
       const std::byte* const staged = hierarchy_.staged(static_cast<int>(local_rank));
       inputs_.push_back(staged + schedule.share.begin * element_);
-      parts_.push_back({{rank, rank + 1}, inputs_.back()});
+      parts_.push_back({alone, inputs_.back()});
     }
     std::byte* const to = current.memory + sum.offset;
     if (rounded_)
@@ -219,8 +224,7 @@ void ClusterAllreduce::add(const InFlightSegment& current, const RankSchedule::J
   for (const RankSchedule::Sum& output : join.outputs) {
     parts_.clear();
     for (const RankSchedule::Sum& input : join.inputs)
-      if (output.node.begin <= input.node.begin && input.node.end <= output.node.end)
-        parts_.push_back({input.node, current.memory + input.offset});
+      if (is_part(input.node, output.node)) parts_.push_back({input.node, current.memory + input.offset});
     std::byte* const to = current.memory + output.offset;
     if (rounded_)
       rounded_->join(parts_, output.node, to, join.range.size());

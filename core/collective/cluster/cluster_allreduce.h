@@ -66,6 +66,10 @@ class ClusterAllreduce : Immovable {
   void post(InFlightSegment& current, std::size_t step);
   void await(InFlightSegment& current);
   void add(const InFlightSegment& current, const RankSchedule::Join& join);
+  /// Whether what has to be added for a sum of `node` includes the sum of `part`.
+  bool is_part(Subtree part, Subtree node) const {
+    return order_ == Order::kAny || (node.begin <= part.begin && part.end <= node.end);
+  }
   void check(const WaitResult& result, const InFlightSegment* current) const;
 
   Exchange& exchange_;
@@ -74,6 +78,7 @@ class ClusterAllreduce : Immovable {
   Hierarchy& hierarchy_;
   const std::span<const int> local_ranks_;  // ranks of this host
   int local_rank_ = 0;                      // this rank's index among them
+  const Order order_;
   PartialSums sums_;
   std::optional<RoundedSums> rounded_;  // used instead of sums_ with a half-precision comm_dtype
   const DType carried_;                 // dtype of elements in the workspace

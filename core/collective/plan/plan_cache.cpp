@@ -20,32 +20,33 @@ Cluster PlanCache::find_cluster(const Transport& transport) {
   return cluster;
 }
 
-Plan PlanCache::plan(std::size_t count, DType dtype, bool rounded, const Mode& mode) const {
+Plan PlanCache::plan(const Request& request) const {
   PlanOptions options;
-  options.count = count;
-  options.dtype = dtype;
-  options.mode = mode;
+  options.count = request.count;
+  options.dtype = request.dtype;
+  options.mode = request.mode;
   options.channels = 1;
-  options.rounded = rounded;
+  options.order = request.order;
+  options.rounded = request.rounded;
   return Plan(cluster_, options);
 }
 
-void PlanCache::require_plan(const Mode& mode) const {
+void PlanCache::require_plan(const Mode& mode, Order order) const {
   require_fit(mode, cluster_);
-  plan(1, DType::kFloat32, false, mode);
+  plan({.count = 1, .order = order, .mode = mode});
 }
 
-void PlanCache::force_mode(Mode mode, const Transport& transport) {
+void PlanCache::force_mode(Mode mode, const Transport& transport, Order order) {
   cluster_ = find_cluster(transport);
-  require_plan(mode);
+  require_plan(mode, order);
   forced_.mode = std::move(mode);
 }
 
-void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
+void PlanCache::set_tuning(Tuning tuning, const Transport& transport, Order order) {
   cluster_ = find_cluster(transport);
   if (tuning.layout() != layout_text(cluster_)) tuning = {};
   for (const Tuning::SizeClass& each : tuning.classes())
-    if (!each.algorithm.mode.empty()) require_plan(each.algorithm.mode);
+    if (!each.algorithm.mode.empty()) require_plan(each.algorithm.mode, order);
   tuning_ = std::move(tuning);
 }
 
@@ -54,21 +55,19 @@ const AllreduceAlgorithm* PlanCache::algorithm(std::size_t bytes, bool rounded) 
   return rounded ? nullptr : tuning_.algorithm(bytes);
 }
 
-std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, std::size_t count,
-                                                        DType dtype, bool rounded, const Mode& mode) {
-  Key key{count, dtype, rounded, mode};
-  if (const auto found = index_.find(key); found != index_.end()) {
+std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, Request request) {
+  if (request.order != Order::kAny) request.mode = without_rings(std::move(request.mode));
+  if (const auto found = index_.find(request); found != index_.end()) {
     recent_.splice(recent_.begin(), recent_, found->second);
     return recent_.front().second;
   }
   if (cluster_.hosts.empty()) cluster_ = find_cluster(transport);
-  auto made =
-      std::make_shared<RankSchedule>(make_schedule(plan(count, dtype, rounded, mode), transport.rank()));
+  auto made = std::make_shared<RankSchedule>(make_schedule(plan(request), transport.rank()));
   if (recent_.size() >= kMaxSchedules) {
     index_.erase(recent_.back().first);
     recent_.pop_back();
   }
-  recent_.emplace_front(std::move(key), std::move(made));
+  recent_.emplace_front(std::move(request), std::move(made));
   index_[recent_.front().first] = recent_.begin();
   return recent_.front().second;
 }

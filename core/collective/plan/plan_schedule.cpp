@@ -15,6 +15,7 @@ class Scheduler {
   Scheduler(const Plan& plan, int rank) : plan_(plan), rank_(rank) {}
 
   RankSchedule build() {
+    schedule_.order = plan_.canonical() ? Order::kCanonical : Order::kAny;
     find_share();
     schedule_.result = allocate(schedule_.share.size() * plan_.element_bytes());
     for (const Step& step : plan_.steps())
@@ -31,6 +32,21 @@ class Scheduler {
     Range range;
     Sum sum;
   };
+  /// Whose contributions a member of a group has summed.
+  struct Summed {
+    std::vector<int> at_first;                      ///< of every range, when the step begins
+    std::map<std::size_t, std::vector<int>> later;  ///< by the begins of ranges that something came for
+
+    const std::vector<int>& of(Range range) const {
+      const auto found = later.find(range.begin);
+      return found == later.end() ? at_first : found->second;
+    }
+    void add(Range range, const std::vector<int>& ranks) {
+      std::vector<int>& sum = later.try_emplace(range.begin, at_first).first->second;
+      sum.insert(sum.end(), ranks.begin(), ranks.end());
+      std::ranges::sort(sum);
+    }
+  };
 
   std::size_t allocate(std::size_t bytes) {
     const std::size_t offset = end_;
@@ -43,7 +59,9 @@ class Scheduler {
     return node.size() == 1 || is_all(node) ? plan_.element_bytes() : plan_.partial_bytes();
   }
   std::vector<Subtree> nodes_of(const std::vector<int>& ranks) const {
-    return canonical_parts(ranks, plan_.cluster().size());
+    if (plan_.canonical()) return canonical_parts(ranks, plan_.cluster().size());
+    const int lowest = *std::ranges::min_element(ranks);
+    return {{lowest, lowest + static_cast<int>(ranks.size())}};
   }
   std::size_t result_at(std::size_t element) const {
     return schedule_.result + (element - schedule_.share.begin) * plan_.element_bytes();
@@ -73,23 +91,23 @@ class Scheduler {
     schedule_.steps.resize(first + static_cast<std::size_t>(hops));
     for (const Group& group : step.groups) {
       if (std::ranges::find(group.ranks, rank_) == group.ranks.end()) continue;
-      // By position in the group: whose contributions each has summed.
-      std::vector<std::vector<int>> summed;
+      std::vector<Summed> summed;
       if (!step.holdings.empty())
         for (std::size_t member = 0; member < group.ranks.size(); ++member)
-          summed.push_back(step.holdings[group.first_holding + member].ranks);
+          summed.push_back({step.holdings[group.first_holding + member].ranks, {}});
       const Step alone{step.phase, step.dimension, step.algorithm, {group}, step.holdings};
       for (int hop = 0; hop < hops; ++hop)
         add_hop(alone, hop, summed, schedule_.steps[first + static_cast<std::size_t>(hop)]);
     }
   }
 
-  void add_hop(const Step& step, int hop, std::vector<std::vector<int>>& summed, RankSchedule::Step& out) {
+  /// `summed`: what each member of the group has summed, by position; afterwards, what it has then.
+  void add_hop(const Step& step, int hop, std::vector<Summed>& summed, RankSchedule::Step& out) {
     const std::vector<int>& ranks = step.groups[0].ranks;
     const auto position = [&](int rank) {
       return static_cast<std::size_t>(std::ranges::find(ranks, rank) - ranks.begin());
     };
-    std::vector<std::vector<int>> after = summed;
+    std::vector<Summed> after = summed;
     std::map<std::size_t, RankSchedule::Join> joins;  // by the range's begin
     std::vector<Range> handed_over;
     for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) {
@@ -102,18 +120,16 @@ class Scheduler {
       if (transfer.to == rank_ && result)
         out.receives.push_back(result_message(transfer.from, transfer.range));
       if (result) return;
-      const std::vector<int>& came = summed[position(transfer.from)];
+      const std::vector<int>& came = summed[position(transfer.from)].of(transfer.range);
       if (transfer.to == rank_) {
         RankSchedule::Join& join = joins[transfer.range.begin];
         join.range = transfer.range;
         out.receives.push_back(receive(transfer.from, transfer.range, nodes_of(came), join));
       }
-      std::vector<int>& sum = after[position(transfer.to)];
-      sum.insert(sum.end(), came.begin(), came.end());
+      after[position(transfer.to)].add(transfer.range, came);
     });
-    for (std::vector<int>& sum : after) std::ranges::sort(sum);
     for (auto& [begin, join] : joins) {
-      finish(join, after[position(rank_)]);
+      finish(join, after[position(rank_)].of(join.range));
       out.joins.push_back(std::move(join));
     }
     for (const Range range : handed_over) drop(range);

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "base/arithmetic/order.h"
 #include "base/export.h"
 #include "topology/canonical_tree.h"
 #include "topology/chunks.h"
@@ -13,7 +14,7 @@ namespace multiring {
 /// What one rank does in a plan across hosts: messages and additions on its workspace. Offsets in it are
 /// multiples of a cache line except within messages of several sums.
 struct RankSchedule {
-  /// The sum of a node of the canonical tree over a range of elements.
+  /// The sum of a node over a range of elements.
   struct Sum {
     Subtree node;
     std::size_t offset = 0;  ///< of the first element, in the workspace
@@ -27,9 +28,9 @@ struct RankSchedule {
     std::vector<Bytes> parts;  ///< one after the other; a message to be received has one
   };
   struct Join {
-    Range range;              ///< of elements
-    std::vector<Sum> inputs;  ///< ascending and disjoint
-    std::vector<Sum> outputs;
+    Range range;               ///< of elements
+    std::vector<Sum> inputs;   ///< ascending and disjoint
+    std::vector<Sum> outputs;  ///< one where the order is any: of all inputs
   };
   /// One hop of messages of the plan, then additions of what came.
   struct Step {
@@ -38,6 +39,7 @@ struct RankSchedule {
     std::vector<Join> joins;
   };
 
+  Order order = Order::kCanonical;
   /// The elements that each rank of the host adds for it, by local rank; may be empty.
   std::vector<Range> host_shares;
   Range share;                 ///< this rank's
@@ -47,7 +49,7 @@ struct RankSchedule {
   std::size_t bytes = 0;       ///< of the workspace
 };
 
-/// The part of `rank` in `plan`, whose dimensions between hosts keep the canonical order.
+/// The part of `rank` in `plan`.
 MULTIRING_API RankSchedule make_schedule(const Plan& plan, int rank);
 
 }  // namespace multiring

@@ -23,12 +23,13 @@ bool is_canonical(std::span<const PartialSums::Part> parts, Subtree node) {
 
 }  // namespace
 
-PartialSums::PartialSums(DType dtype, const Reduction& reduction, int ranks)
+PartialSums::PartialSums(DType dtype, const Reduction& reduction, int ranks, Order order)
     : dtype_(dtype),
       computed_(is_half(dtype) ? DType::kFloat32 : dtype),
       reduction_(reduction),
       inner_{reduction.op == ReduceOp::kAverage ? ReduceOp::kSum : reduction.op},
-      ranks_(ranks) {}
+      ranks_(ranks),
+      order_(order) {}
 
 std::size_t PartialSums::bytes_per_element(Subtree node) const {
   return dtype_size(is_raw(node) || is_all(node) ? dtype_ : computed_);
@@ -70,7 +71,16 @@ bool PartialSums::in_one(std::span<const Part> parts, Subtree node) const {
   const auto raws = static_cast<std::size_t>(
       std::ranges::count_if(parts, [this](const Part& part) { return is_raw(part.node); }));
   const bool alike = raws == 0 || raws == parts.size();
-  return (alike || (dtype_ == computed_ && reduction_.prescale == 1.0)) && is_canonical(parts, node);
+  return (alike || (dtype_ == computed_ && reduction_.prescale == 1.0)) &&
+         (order_ == Order::kAny || is_canonical(parts, node));
+}
+
+/// How many of `parts` make up the left child of `node`.
+std::size_t PartialSums::left_parts(std::span<const Part> parts, Subtree node) const {
+  if (order_ == Order::kAny) return std::bit_floor(parts.size() - 1);
+  const int right = canonical_split(node);
+  const auto found = std::ranges::find_if(parts, [&](const Part& part) { return part.node.begin >= right; });
+  return static_cast<std::size_t>(found - parts.begin());
 }
 
 void PartialSums::reduce_parts(std::span<const Part> parts, DType dtype, const Reduction& reduction,
@@ -84,7 +94,7 @@ void PartialSums::reduce_parts(std::span<const Part> parts, DType dtype, const R
 /// The sum of `node` before the last scaling, in the type that is computed in.
 void PartialSums::evaluate(std::span<const Part> parts, Subtree node, std::size_t offset, void* output,
                            std::size_t count, std::size_t depth) {
-  if (parts.size() == 1 && is_raw(node)) return widen_raw(parts[0], offset, output, count);
+  if (parts.size() == 1 && is_raw(parts[0].node)) return widen_raw(parts[0], offset, output, count);
   const bool raw = is_raw(parts[0].node);
   if (in_one(parts, node) && (dtype_ == computed_ || !raw)) {
     Reduction reduction = inner_;
@@ -92,9 +102,8 @@ void PartialSums::evaluate(std::span<const Part> parts, Subtree node, std::size_
       reduction.prescale = reduction_.prescale;
     return reduce_parts(parts, computed_, reduction, offset, output, count);
   }
-  const int split = canonical_split(node);
-  const auto right = std::ranges::find_if(parts, [&](const Part& part) { return part.node.begin >= split; });
-  const auto left = static_cast<std::size_t>(right - parts.begin());
+  const std::size_t left = left_parts(parts, node);
+  const int split = parts[left].node.begin;
   std::byte* const other = scratch(depth);
   evaluate(parts.first(left), {node.begin, split}, offset, output, count, depth + 1);
   evaluate(parts.subspan(left), {split, node.end}, offset, other, count, depth + 1);

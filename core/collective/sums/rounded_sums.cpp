@@ -16,10 +16,10 @@ Reduction without_prescale(Reduction reduction) {
 
 }  // namespace
 
-RoundedSums::RoundedSums(DType rounded, const Reduction& reduction, int ranks)
+RoundedSums::RoundedSums(DType rounded, const Reduction& reduction, int ranks, Order order)
     : rounded_(rounded),
       reduction_(reduction),
-      sums_(DType::kFloat32, without_prescale(reduction), ranks),
+      sums_(DType::kFloat32, without_prescale(reduction), ranks, order),
       ranks_(ranks) {}
 
 void RoundedSums::contribute(std::span<const std::byte* const> inputs, void* output, std::size_t count) {

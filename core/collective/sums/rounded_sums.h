@@ -23,10 +23,10 @@ class MULTIRING_API RoundedSums {
   using Part = PartialSums::Part;
 
   /// `rounded`: float16 or bfloat16. `ranks`: how many contribute.
-  RoundedSums(DType rounded, const Reduction& reduction, int ranks);
+  RoundedSums(DType rounded, const Reduction& reduction, int ranks, Order order = Order::kCanonical);
 
   /// Writes what contributions of float32 add up to, `count` elements, rounded. `inputs`: of the ranks of a
-  /// node of the canonical tree, ascending, on one host. Nothing has to be aligned, here and below.
+  /// node, ascending, on one host. Nothing has to be aligned, here and below.
   void contribute(std::span<const std::byte* const> inputs, void* output, std::size_t count);
   /// Writes the sum of `node`, rounded, or the result. `parts`: rounded, of nodes that make it up, ascending.
   void join(std::span<const Part> parts, Subtree node, void* output, std::size_t count);

@@ -65,11 +65,11 @@ class DenseExchange:
         options, name = self._options, self._memory.names[number]
         pieces = self._memory.pieces(number, elsewhere)
         scaling = options.prescale, options.postscale
-        comm_dtype = options.comm_dtype if self._memory.buckets[number].dtype == "float32" else None
+        crossing = options.crossing(self._memory.buckets[number].dtype == "float32")
         if pieces is not None:
-            return self._comm.allreduce_pieces_async(pieces, options.op, name, *scaling, comm_dtype)
+            return self._comm.allreduce_pieces_async(pieces, options.op, name, *scaling, **crossing)
         array = self._memory.arrays[number]
-        return self._comm.allreduce_async(array, options.op, array, name, *scaling, comm_dtype=comm_dtype)
+        return self._comm.allreduce_async(array, options.op, array, name, *scaling, **crossing)
 
     def receive(self, number: int, elsewhere: Elsewhere, work: Work) -> Flags:
         return self._memory.read_flags(number)

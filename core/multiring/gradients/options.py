@@ -17,8 +17,8 @@ from multiring.gradients.bucketing import (
     plan_buckets,
 )
 from multiring.gradients.compression import COMPRESSED_DTYPES, TopK
-from multiring.reductions import ScaleKeywords, native_comm_dtype
-from multiring.types import CommDtypeName, ReduceOpName
+from multiring.reductions import CrossingKeywords, ScaleKeywords, native_crossing
+from multiring.types import CommDtypeName, OrderName, ReduceOpName
 
 __all__ = [
     "BucketKeywords",
@@ -49,6 +49,7 @@ class ReducerKeywords(BucketKeywords, total=False):
     """Keyword arguments for all fields of `ReducerOptions` that a program sets."""
 
     comm_dtype: CommDtypeName | None
+    order: OrderName | None
     compression: TopK | None
     check_every: int | None
 
@@ -59,7 +60,7 @@ class ReducerOptions:
 
     Optimizers, hooks and callbacks take these fields, but for `name`, as keyword arguments:
     `DistributedOptimizer(optimizer, prescale=0.5, bucket_bytes=1 << 20)`. `average=False` is op="sum".
-    TensorFlow and JAX have no `comm_dtype` and `compression`.
+    TensorFlow and JAX have no `comm_dtype`, `order` and `compression`.
 
     Attributes:
         op: "average" divides by the number of ranks that have data, "sum" does not.
@@ -70,6 +71,8 @@ class ReducerOptions:
         name: What error messages call the buckets.
         comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and "float16"
             round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
+        order: "any" lets rings run, and gives up bits that are the same wherever ranks are
+            (docs/tuning.md). MULTIRING_ORDER if None.
         compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
             others for the next step (docs/compression.md). Of gradients of float32 and float64. None: all
             are sent.
@@ -84,6 +87,7 @@ class ReducerOptions:
     postscale: float = 1.0
     name: str = "gradients"
     comm_dtype: CommDtypeName | None = None
+    order: OrderName | None = None
     compression: TopK | None = None
     check_every: int | None = None
 
@@ -124,6 +128,10 @@ class ReducerOptions:
             tensor=name,
         )
 
+    def crossing(self, narrow: bool) -> CrossingKeywords:
+        """How gradients cross from host to host; `narrow`: they are float32, which `comm_dtype` is for."""
+        return {"comm_dtype": self.comm_dtype if narrow else None, "order": self.order}
+
     @property
     def scale(self) -> float:
         """Product of both factors."""
@@ -146,7 +154,7 @@ def check_options(rank: int, options: ReducerOptions) -> None:
     """Raise UsageError unless gradients can be reduced in this way."""
     if options.op not in ("average", "sum"):
         raise UsageError(f"rank {rank}: op is '{options.op}'; gradients take 'average' or 'sum'")
-    native_comm_dtype(options.comm_dtype)
+    native_crossing(options.comm_dtype, options.order)
     check_interval(rank, options.check_every)
     if options.compression is not None and options.comm_dtype not in (None, "float32"):
         raise UsageError(

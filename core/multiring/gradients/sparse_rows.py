@@ -69,7 +69,7 @@ class SparseReduction:
                 name=f"values of {self._name}",
                 prescale=self._options.prescale,
                 postscale=self._options.postscale,
-                comm_dtype=self._options.comm_dtype if narrow else None,
+                **self._options.crossing(narrow),
             )
 
     def wait(self, active: int) -> tuple[Rows, Any]:

@@ -182,7 +182,7 @@ TEST(Schedules, TheOneUnusedForLongestIsDropped) {
   group.run_transports([](const std::shared_ptr<Transport>& transport) {
     PlanCache plans;
     const auto schedule = [&](std::size_t count, const Mode& mode = {}) {
-      return plans.schedule(*transport, count, DType::kFloat32, false, mode);
+      return plans.schedule(*transport, {.count = count, .mode = mode});
     };
     const auto first = schedule(1);
     const std::weak_ptr<const RankSchedule> second = schedule(2);

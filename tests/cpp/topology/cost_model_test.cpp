@@ -35,9 +35,10 @@ PlanOptions options_for(const char* mode, std::size_t count) {
   return options;
 }
 
-double seconds_of(const Cluster& cluster, const char* mode, std::size_t count, bool reproducible = true) {
+double seconds_of(const Cluster& cluster, const char* mode, std::size_t count,
+                  Order order = Order::kCanonical) {
   PlanOptions options = options_for(mode, count);
-  options.reproducible = reproducible;
+  options.order = order;
   return predict(Plan(cluster, options), network_only());
 }
 
@@ -45,7 +46,7 @@ TEST(CostModel, LargeMessagesCostTheBytesThatTheInterfaceSends) {
   constexpr std::size_t kCount = 4U * 8U * 16U * 1000U;
   const double wire = 2.0 * 7.0 / 8.0 * kCount * sizeof(float) / kGigabit;
   EXPECT_NEAR(seconds_of(gigabit(8, 4), "4px8p", kCount), wire, 1e-9);
-  EXPECT_NEAR(seconds_of(gigabit(8, 4), "4px8r", kCount, false), wire, 1e-9);
+  EXPECT_NEAR(seconds_of(gigabit(8, 4), "4px8r", kCount, Order::kAny), wire, 1e-9);
   EXPECT_NEAR(seconds_of(gigabit(8, 4), "4px2px4p", kCount), wire, 1e-9) << "in whatever dimensions";
   EXPECT_NEAR(seconds_of(gigabit(8, 4), "4tx8d", kCount), 3.0 * kCount * sizeof(float) / kGigabit, 1e-9);
 }
@@ -55,7 +56,7 @@ TEST(CostModel, SmallMessagesCostTheRounds) {
   const Cluster cluster = gigabit(8, 2, kLatency);
   constexpr double kSlack = 1e-4;
   EXPECT_NEAR(seconds_of(cluster, "2px8p", 100), 2 * kLatency, kSlack);
-  EXPECT_NEAR(seconds_of(cluster, "2px8r", 100, false), 14 * kLatency, kSlack);
+  EXPECT_NEAR(seconds_of(cluster, "2px8r", 100, Order::kAny), 14 * kLatency, kSlack);
   EXPECT_NEAR(seconds_of(cluster, "2tx8d", 100), 3 * kLatency, kSlack);
   EXPECT_NEAR(seconds_of(cluster, "2tx8t", 100), 6 * kLatency, kSlack);
   EXPECT_NEAR(seconds_of(gigabit(7, 2, kLatency), "2tx7d", 100), 4 * kLatency, kSlack) << "one in, one out";
@@ -112,11 +113,11 @@ TEST(CostModel, NoPlanIsBelowTheLimit) {
   for (const int hosts : {1, 2, 3, 8})
     for (const int ranks : {1, 2, 3, 4})
       for (const std::size_t count : {1UL, 1000UL, 10000000UL})
-        for (const bool reproducible : {true, false}) {
+        for (const Order order : {Order::kCanonical, Order::kAny}) {
           const std::vector<int> layout(static_cast<std::size_t>(hosts), ranks);
           const Cluster cluster = make_cluster(layout, {{kGigabit, 1e-5}, {kGigabit / 4, 1e-5}});
           PlanOptions options = options_for("", count);
-          options.reproducible = reproducible;
+          options.order = order;
           const Plan plan = choose_plan(cluster, options, {});
           EXPECT_LE(limit_seconds(plan, {}), predict(plan, {}) * (1.0 + 1e-3))
               << hosts << "x" << ranks << ", " << count;
@@ -155,7 +156,7 @@ TEST(ChoosePlan, KeepsWhatIsForced) {
   EXPECT_EQ(format_mode(choose_plan(cluster, options_for("4tx4x2t", 1 << 22), {}).mode()), "4tx4px2t");
   PlanOptions options = options_for("4x8r", 1 << 22);
   EXPECT_THROW(choose_plan(cluster, options, {}), Error);
-  options.reproducible = false;
+  options.order = Order::kAny;
   options.segment = 999;
   EXPECT_EQ(format_mode(choose_plan(cluster, options, {}).mode()), "4px8r");
   EXPECT_EQ(choose_plan(cluster, options, {}).segment(), 999U);
@@ -172,7 +173,7 @@ TEST(ChoosePlan, DividesAThousandRanksInTime) {
 TEST(ChoosePlan, HasAnEndForManyDimensions) {
   const Cluster cluster = make_cluster(std::vector(512, 2), {{10 * kGigabit, 20e-6}});
   PlanOptions options = options_for("2x2x2x2x2x2x2x2x2x2", 1 << 20);
-  options.reproducible = false;
+  options.order = Order::kAny;
   EXPECT_EQ(choose_plan(cluster, options, {}).mode().size(), 10U);
   const Plan mixed = choose_plan(cluster, options_for("2x1x4tx16x8", 1 << 20), {});
   EXPECT_EQ(mixed.mode()[2].algorithm, Algorithm::kTree);

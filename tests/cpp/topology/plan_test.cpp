@@ -17,17 +17,17 @@ using namespace testing;
 constexpr std::size_t kLarge = (std::size_t{1} << 33) + 7;
 constexpr std::size_t kCounts[] = {0, 1, 2, 17, 101, 1000, 4099, kLarge};
 constexpr Algorithm kAlgorithms[] = {Algorithm::kPairwise, Algorithm::kRing, Algorithm::kDoubling,
-                                     Algorithm::kTree};
+                                     Algorithm::kTree, Algorithm::kChain};
 
 /// All combinations of algorithms for a mode that a plan takes.
-std::vector<Mode> combinations(const Mode& mode, bool reproducible) {
+std::vector<Mode> combinations(const Mode& mode, Order order = Order::kCanonical) {
   std::vector<Mode> modes{mode};
   for (std::size_t index = 0; index < mode.size(); ++index) {
     std::vector<Mode> more;
     for (const Mode& known : modes) {
       for (const Algorithm algorithm : kAlgorithms) {
         if (algorithm == Algorithm::kDoubling && index + 1 < mode.size()) continue;
-        if (algorithm == Algorithm::kRing && reproducible && mode[index].size > 2) continue;
+        if (algorithm == Algorithm::kRing && order == Order::kCanonical && mode[index].size > 2) continue;
         more.push_back(known);
         more.back()[index].algorithm = algorithm;
       }
@@ -37,11 +37,11 @@ std::vector<Mode> combinations(const Mode& mode, bool reproducible) {
   return modes;
 }
 
-PlanOptions options_for(const Mode& mode, std::size_t count, bool reproducible) {
+PlanOptions options_for(const Mode& mode, std::size_t count, Order order = Order::kCanonical) {
   PlanOptions options;
   options.mode = mode;
   options.count = count;
-  options.reproducible = reproducible;
+  options.order = order;
   return options;
 }
 
@@ -56,26 +56,24 @@ Cluster cluster_of(const Mode& mode, Placement placement = Placement::kBlocks) {
 void expect_correct(const Cluster& cluster, const PlanOptions& options) {
   const Plan plan(cluster, options);
   EXPECT_EQ(simulate(plan), "") << describe(cluster) << ", mode " << format_mode(plan.mode()) << ", "
-                                << plan.count() << " elements, "
-                                << (plan.reproducible() ? "canonical" : "any order");
+                                << plan.count() << " elements, " << order_name(plan.order());
 }
 
 TEST(Plan, EveryAlgorithmSumsOnEveryClusterAndCount) {
   for (const Cluster& cluster : clusters_to_try())
-    for (const bool reproducible : {true, false})
-      for (const Mode& mode : combinations(automatic_mode(cluster), reproducible))
-        for (const std::size_t count : kCounts)
-          expect_correct(cluster, options_for(mode, count, reproducible));
+    for (const Order order : {Order::kCanonical, Order::kAny})
+      for (const Mode& mode : combinations(automatic_mode(cluster), order))
+        for (const std::size_t count : kCounts) expect_correct(cluster, options_for(mode, count, order));
 }
 
 TEST(Plan, SumsInThreeAndFourDimensions) {
   for (const char* const text : {"2x3x2", "1x2x4", "3x2x2", "2x2x2x2", "4x1x3", "1x3x3", "2x4x1"}) {
     const Mode sizes = parse_mode(text);
     for (const Placement placement : {Placement::kBlocks, Placement::kRoundRobin})
-      for (const bool reproducible : {true, false})
-        for (const Mode& mode : combinations(sizes, reproducible))
+      for (const Order order : {Order::kCanonical, Order::kAny})
+        for (const Mode& mode : combinations(sizes, order))
           for (const std::size_t count : {std::size_t{1}, std::size_t{1003}})
-            expect_correct(cluster_of(sizes, placement), options_for(mode, count, reproducible));
+            expect_correct(cluster_of(sizes, placement), options_for(mode, count, order));
   }
 }
 
@@ -85,19 +83,19 @@ TEST(Plan, SumsOverStripesOfUnequalInterfaces) {
       cluster.hosts[host].interfaces = {{1e9, 0.0}, {0.25e9, 0.0}, {3e9, 0.0}};
       if (host % 3 == 1) cluster.hosts[host].interfaces.pop_back();
     }
-    for (const Mode& mode : combinations(automatic_mode(cluster), true))
+    for (const Mode& mode : combinations(automatic_mode(cluster)))
       for (const std::size_t count : {std::size_t{1}, std::size_t{5000}, kLarge})
-        expect_correct(cluster, options_for(mode, count, true));
+        expect_correct(cluster, options_for(mode, count));
   }
 }
 
 TEST(Plan, HalfPrecisionSendsPartialSumsInFloat32) {
   for (const Cluster& cluster : clusters_to_try()) {
-    PlanOptions options = options_for({}, 1001, true);
+    PlanOptions options = options_for({}, 1001);
     options.dtype = DType::kBFloat16;
     expect_correct(cluster, options);
   }
-  PlanOptions options = options_for({}, 1 << 20, true);
+  PlanOptions options = options_for({}, 1 << 20);
   options.dtype = DType::kFloat16;
   const Plan plan(make_cluster(std::vector{2, 2}, {{1e9, 0.0}}), options);
   const Traffic traffic = total_traffic(plan);
@@ -106,7 +104,7 @@ TEST(Plan, HalfPrecisionSendsPartialSumsInFloat32) {
 
 TEST(Plan, ChunksStartAtCacheLines) {
   for (const Cluster& cluster : clusters_to_try()) {
-    const Plan plan(cluster, options_for({}, 4099, true));
+    const Plan plan(cluster, options_for({}, 4099));
     for (const Step& step : plan.steps())
       for (int hop = 0; hop < hop_count(step); ++hop)
         for_each_transfer(plan, step, hop, [](const Transfer& transfer) {
@@ -144,37 +142,37 @@ TEST(Plan, SendsTheLeastBytesWhereHostsAreAligned) {
     if (!cluster.regular() || cluster.host_count() == 1) continue;
     if (cluster.aligned()) {
       ++aligned;
-      expect_least_bytes(cluster, options_for({}, kDivisible, true));
+      expect_least_bytes(cluster, options_for({}, kDivisible));
     }
     for (const Algorithm algorithm : {Algorithm::kPairwise, Algorithm::kRing}) {
       Mode mode = automatic_mode(cluster);
       mode[1].algorithm = algorithm;
-      expect_least_bytes(cluster, options_for(mode, kDivisible, false));
+      expect_least_bytes(cluster, options_for(mode, kDivisible, Order::kAny));
     }
   }
   EXPECT_GT(aligned, 10);
   for (const char* const text : {"2x4x2", "4x2x4", "2x2x2x2"})
-    expect_least_bytes(cluster_of(parse_mode(text)), options_for(parse_mode(text), kDivisible, true));
+    expect_least_bytes(cluster_of(parse_mode(text)), options_for(parse_mode(text), kDivisible));
 }
 
 TEST(Plan, HostsThatAreNoSubtreeSendOneSumForEachPart) {
   const Cluster dealt = make_cluster(std::vector{4, 4}, {{1e9, 0.0}}, {}, Placement::kRoundRobin);
-  const Plan raw(dealt, options_for({}, 1 << 16, true));
+  const Plan raw(dealt, options_for({}, 1 << 16));
   EXPECT_EQ(raw.parts_across_hosts(), 4U) << "ranks 0, 2, 4, 6 have no sum in common";
   const std::size_t half = (std::size_t{1} << 15) * sizeof(float);
   EXPECT_EQ(total_traffic(raw).links()[0].sent, (4 + 1) * half);
-  const Plan summed(dealt, options_for({}, 1 << 16, false));
+  const Plan summed(dealt, options_for({}, 1 << 16, Order::kAny));
   EXPECT_EQ(summed.parts_across_hosts(), 1U);
   EXPECT_EQ(total_traffic(summed).links()[0].sent, (1 + 1) * half);
-  const Plan threes(make_cluster(std::vector{3, 3}, {{1e9, 0.0}}), options_for({}, 1 << 16, true));
+  const Plan threes(make_cluster(std::vector{3, 3}, {{1e9, 0.0}}), options_for({}, 1 << 16));
   EXPECT_EQ(threes.parts_across_hosts(), 2U) << "ranks 0 and 1 are summed, 2 is not";
-  const Plan aligned(make_cluster(std::vector{4, 4, 4}, {{1e9, 0.0}}), options_for({}, 1 << 16, true));
+  const Plan aligned(make_cluster(std::vector{4, 4, 4}, {{1e9, 0.0}}), options_for({}, 1 << 16));
   EXPECT_EQ(aligned.parts_across_hosts(), 1U);
 }
 
 TEST(Plan, StripesFollowTheSpeeds) {
   const Cluster cluster = make_cluster(std::vector{2, 2, 2, 2}, {{500e6, 0.0}, {125e6, 0.0}});
-  const Plan plan(cluster, options_for({}, 1 << 22, true));
+  const Plan plan(cluster, options_for({}, 1 << 22));
   const Traffic traffic = total_traffic(plan);
   for (std::size_t host = 0; host < 4; ++host) {
     const auto fast = static_cast<double>(traffic.links()[2 * host].sent);
@@ -184,7 +182,7 @@ TEST(Plan, StripesFollowTheSpeeds) {
 }
 
 TEST(Plan, AsManyExchangesAcrossHostsAsRanksOnAHost) {
-  const Plan plan(make_cluster(std::vector(8, 4), {{1e9, 0.0}}), options_for({}, 1 << 20, true));
+  const Plan plan(make_cluster(std::vector(8, 4), {{1e9, 0.0}}), options_for({}, 1 << 20));
   ASSERT_EQ(plan.steps().size(), 4U);
   EXPECT_EQ(plan.steps()[0].phase, Phase::kReduceScatter);
   EXPECT_EQ(plan.steps()[1].groups.size(), 4U);
@@ -196,22 +194,22 @@ TEST(Plan, AsManyExchangesAcrossHostsAsRanksOnAHost) {
 }
 
 TEST(Plan, OneRankPerHostAndNothingToReduceNeedNoSteps) {
-  EXPECT_TRUE(Plan(make_cluster(std::vector{1}, {}), options_for({}, 100, true)).steps().empty());
-  EXPECT_TRUE(Plan(make_cluster(std::vector{2, 2}, {{1e9, 0.0}}), options_for({}, 0, true)).steps().empty());
-  EXPECT_EQ(Plan(make_cluster(std::vector{1, 1}, {{1e9, 0.0}}), options_for({}, 9, true)).steps().size(), 2U);
+  EXPECT_TRUE(Plan(make_cluster(std::vector{1}, {}), options_for({}, 100)).steps().empty());
+  EXPECT_TRUE(Plan(make_cluster(std::vector{2, 2}, {{1e9, 0.0}}), options_for({}, 0)).steps().empty());
+  EXPECT_EQ(Plan(make_cluster(std::vector{1, 1}, {{1e9, 0.0}}), options_for({}, 9)).steps().size(), 2U);
 }
 
 TEST(Plan, SegmentsCoverTheLargestChunk) {
-  PlanOptions options = options_for({}, 1 << 20, true);
+  PlanOptions options = options_for({}, 1 << 20);
   options.segment = 1000;
   const Plan plan(make_cluster(std::vector{2, 2}, {{1e9, 0.0}}), options);
   EXPECT_EQ(plan.segments(), ((1U << 18) + 999) / 1000);
-  EXPECT_EQ(Plan(plan.cluster(), options_for({}, 1 << 20, true)).segments(), 1U);
+  EXPECT_EQ(Plan(plan.cluster(), options_for({}, 1 << 20)).segments(), 1U);
 }
 
 TEST(Plan, RefusesRingsWhereTheOrderMatters) {
   const Cluster cluster = make_cluster(std::vector{2, 2, 2}, {{1e9, 0.0}});
-  expect_usage([&] { Plan(cluster, options_for(parse_mode("2x3r"), 100, true)); }, "a ring of 3 ranks");
+  expect_usage([&] { Plan(cluster, options_for(parse_mode("2x3r"), 100)); }, "a ring of 3 ranks");
 }
 
 }  // namespace

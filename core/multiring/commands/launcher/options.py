@@ -75,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how allreduces across hosts are divided, as 4x8 or 4tx8d [chosen by their size]",
     )
     parser.add_argument(
+        "--order",
+        choices=("canonical", "any"),
+        help="in which order allreduces across hosts add; any: rings may run, and bits depend on where ranks "
+        "are [canonical]",
+    )
+    parser.add_argument(
         "--interfaces",
         metavar="LIST",
         help="network interfaces between hosts, as eth0,10.0.0.0/8 or ^docker0 [all that are up]",
@@ -199,7 +205,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _variables(args: argparse.Namespace) -> dict[str, str]:
     """What options say in the place of variables."""
-    given = {"MULTIRING_MODE": args.mode, "MULTIRING_INTERFACES": args.interfaces}
+    given = {
+        "MULTIRING_MODE": args.mode,
+        "MULTIRING_ORDER": args.order,
+        "MULTIRING_INTERFACES": args.interfaces,
+    }
     return {name: value for name, value in given.items() if value}
 
 

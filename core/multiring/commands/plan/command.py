@@ -111,16 +111,16 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="M",
         help="ranks within a host x near hosts x far hosts ...; a letter after a number forces an algorithm: "
-        "p pairwise exchange, r ring, d recursive doubling, t tree, as 4x8x2 or 4tx16d [automatic]",
+        "p pairwise exchange, r ring, d recursive doubling, t tree, c chain, as 4x8x2 or 4tx16d [automatic]",
     )
     plan.add_argument(
         "--segment", type=units.size, default=0, metavar="B", help="bytes of a pipelined piece [automatic]"
     )
     plan.add_argument(
-        "--reproducible",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="add in the canonical order, for the same bits wherever ranks are placed [yes]",
+        "--order",
+        choices=("canonical", "any"),
+        default="canonical",
+        help="canonical: the same bits wherever ranks are placed; any: rings may run [canonical]",
     )
 
 
@@ -155,7 +155,7 @@ def predict(args: argparse.Namespace) -> Prediction:
     request.count = -(-args.nbytes // itemsize)
     request.mode = args.mode
     request.segment = -(-args.segment // itemsize)
-    request.reproducible = args.reproducible
+    request.order = args.order
     plan = native.choose_plan(cluster, request, model)
     across = plan.mode.count("x")
     if len(args.links) > across:

@@ -86,7 +86,7 @@ def _widens(prediction: Prediction) -> bool:
 
 def _order_text(prediction: Prediction) -> str:
     plan = prediction.plan
-    if not plan.reproducible:
+    if plan.order == "any":
         return "any: sums may differ in their last bits between plans and placements of ranks"
     if len(prediction.cluster.ranks) == 1:
         return "canonical"
@@ -112,7 +112,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "count": plan.count,
         "bytes": prediction.nbytes,
         "mode": plan.mode,
-        "reproducible": plan.reproducible,
+        "order": plan.order,
         "aligned": prediction.cluster.aligned,
         "parts_across_hosts": plan.parts_across_hosts,
         "segment": plan.segment,

@@ -131,7 +131,7 @@ class Simulator {
   void add(Sums& own, Sum sum, const Transfer& transfer) const {
     for (const Sum& other : own)
       if ((other.mask & sum.mask) != 0) fail(name(transfer) + " carries a contribution a second time");
-    if (!plan_.reproducible() && !own.empty()) {
+    if (!plan_.canonical() && !own.empty()) {
       own[0] = {own[0].mask | sum.mask, own[0].value + sum.value};
       return;
     }
@@ -157,7 +157,7 @@ class Simulator {
     const Sums& own = at(rank, interval);
     if (own.size() != 1 || own[0].mask != mask_of(0, size_))
       fail("rank " + std::to_string(rank) + " has not the whole sum");
-    if (!plan_.reproducible()) return;
+    if (!plan_.canonical()) return;
     std::vector<float> values;
     for (int other = 0; other < size_; ++other) values.push_back(contribution(other, interval));
     std::vector<const void*> inputs;

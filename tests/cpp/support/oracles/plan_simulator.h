@@ -19,7 +19,8 @@ std::map<Mask, std::pair<Mask, Mask>> canonical_nodes(int size);
 /// Executes every transfer of a plan on one value per rank and range of elements, and keeps track of what has
 /// been added to what. Returns what went wrong, or nothing:
 ///   - a rank sends what it does not have, or gets what it has already;
-///   - sums are joined otherwise than in the canonical tree (reproducible plans), or a contribution twice;
+///   - sums are joined otherwise than in the canonical tree (plans in canonical order), or a contribution
+///   twice;
 ///   - a transfer's bytes are not those of what it carries;
 ///   - a rank ends without the whole sum, or with other bits than base/arithmetic/reduction.h gives.
 /// At most 64 ranks.

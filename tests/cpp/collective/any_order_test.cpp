@@ -1,0 +1,276 @@
+// Allreduces that may add in any order, rings among them: the whole sum, the same bits on all ranks and in
+// every run, and messages to the neighbours of the ring only.
+
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/arithmetic/half.h"
+#include "collective/plan/plan_cache.h"
+#include "collective/plan/plan_schedule.h"
+#include "support/errors.h"
+#include "support/operations.h"
+
+namespace multiring {
+namespace {
+
+using namespace testing;
+
+struct ModeCase {
+  int size;
+  int hosts;
+  const char* mode;
+  TransportKind transport = TransportKind::kCluster;
+
+  GroupOptions options(std::size_t staging_bytes = kSmallStaging) const {
+    GroupOptions options(transport, size, staging_bytes);
+    options.hosts = hosts;
+    options.communicator.mode = mode;
+    options.communicator.order = Order::kAny;
+    return options;
+  }
+};
+
+void PrintTo(const ModeCase& each, std::ostream* out) {
+  *out << transport_name(each.transport) << "_" << each.size << "_ranks_" << each.hosts << "_hosts_"
+       << (*each.mode == '\0' ? "automatic" : each.mode);
+}
+
+/// `values` as elements of `dtype`; integers wrap.
+Bytes encoded(DType dtype, const std::vector<int>& values) {
+  const std::size_t element = dtype_size(dtype);
+  Bytes bytes(values.size() * element);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    std::uint8_t* const to = bytes.data() + i * element;
+    if (const auto real = static_cast<float>(values[i]); is_half(dtype)) {
+      narrow(dtype, &real, to, 1);
+    } else if (dtype == DType::kFloat32) {
+      std::memcpy(to, &real, element);
+    } else if (dtype == DType::kFloat64) {
+      const double wide = real;
+      std::memcpy(to, &wide, element);
+    } else {
+      const std::int64_t whole = dtype == DType::kBool ? values[i] != 0 : values[i];
+      std::memcpy(to, &whole, element);  // little-endian
+    }
+  }
+  return bytes;
+}
+
+/// Of elements whose reductions are exact, so that no order of additions changes a bit.
+ReduceProblem exact_problem(DType dtype, const Reduction& reduction, std::size_t count, int size) {
+  ReduceProblem problem{dtype, reduction, count, {}, {}};
+  const bool product = reduction.op == ReduceOp::kProduct;
+  for (int rank = 0; rank < size; ++rank) {
+    std::vector<int> values(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const int value = static_cast<int>((i * 11 + static_cast<std::size_t>(rank) * 5) % 7) - 3;
+      values[i] = product ? (value == 1 ? 2 : value < 0 ? -1 : 1) : value;
+    }
+    problem.inputs.push_back(encoded(dtype, values));
+  }
+  problem.expected = reduce_oracle(dtype, reduction, problem.inputs);
+  return problem;
+}
+
+Bytes reduced(Communicator& communicator, const ReduceProblem& problem, Order order = Order::kDefault,
+              CommDtype comm_dtype = CommDtype::kDefault) {
+  Bytes data = problem.input(communicator.rank());
+  Operation operation = reduction_of(problem, data.data(), data.data());
+  operation.descriptor.key.order = order;
+  operation.descriptor.key.comm_dtype = comm_dtype;
+  perform(communicator, operation);
+  return data;
+}
+
+class AnyOrder : public ::testing::TestWithParam<ModeCase> {};
+
+TEST_P(AnyOrder, ExactSumsOfEveryDtypeAndReduction) {
+  std::vector<ReduceProblem> problems;
+  for (const DType dtype : kAllDTypes)
+    for (const ReduceOp op : kAllReduceOps)
+      if (dtype != DType::kBool || op != ReduceOp::kAverage)
+        problems.push_back(exact_problem(dtype, {op}, 1025, GetParam().size));
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
+    for (const std::size_t count : {0, 1, 37, 20001})
+      problems.push_back(exact_problem(dtype, {ReduceOp::kSum, 0.5, 0.25}, count, GetParam().size));
+  RankGroup group(GetParam().options());
+  group.run([&](Communicator& communicator) {
+    for (const ReduceProblem& problem : problems)
+      for (const CallMode mode : kCallModes) expect_reduced(communicator, problem, mode);
+  });
+}
+
+TEST_P(AnyOrder, PiecesThatDifferByRank) {
+  const ReduceProblem problem = exact_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, GetParam().size);
+  RankGroup group(GetParam().options());
+  group.run([&](Communicator& communicator) {
+    Bytes data = problem.input(communicator.rank());
+    Operation operation = reduction_of(problem, nullptr, nullptr);
+    operation.pieces = pieces_of(problem, communicator.rank(), data, data);
+    communicator.run(operation, {});
+    expect_result(problem, data.data(), communicator.rank());
+  });
+}
+
+// Infinities and NaN of any payload among the elements; pending ones, which would be fused by chance.
+TEST_P(AnyOrder, TheSameBitsOnAllRanksAndInEveryRun) {
+  const int size = GetParam().size;
+  std::vector<ReduceProblem> problems;
+  for (std::size_t index = 0; index < 8; ++index)
+    problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kSum}, 300 + 50 * index, size));
+  problems.push_back(make_problem(DType::kBFloat16, {ReduceOp::kAverage}, 20001, size));
+  RankGroup group(GetParam().options());
+  std::vector<std::vector<Bytes>> found(static_cast<std::size_t>(size));
+  const auto expect_found = [&](const std::vector<Bytes>& again, int rank) {
+    for (std::size_t i = 0; i < problems.size(); ++i)
+      EXPECT_TRUE(again[i] == found[0][i]) << problems[i].text() << " on rank " << rank;
+  };
+  group.run([&](Communicator& communicator) {
+    for (const ReduceProblem& problem : problems)
+      found[static_cast<std::size_t>(communicator.rank())].push_back(reduced(communicator, problem));
+  });
+  for (int rank = 0; rank < size; ++rank) expect_found(found[static_cast<std::size_t>(rank)], rank);
+  group.run([&](Communicator& communicator) {
+    std::vector<Bytes> arrays;
+    for (const ReduceProblem& problem : problems) arrays.push_back(problem.input(communicator.rank()));
+    std::vector<std::shared_ptr<Work>> works;
+    for (std::size_t i = 0; i < problems.size(); ++i)
+      works.push_back(
+          communicator.submit(reduction_of(problems[i], arrays[i].data(), arrays[i].data()), 0, nullptr));
+    for (const auto& work : works) work->wait(Deadline::never(), {});
+    expect_found(arrays, communicator.rank());
+  });
+}
+
+TEST_P(AnyOrder, HalfPrecisionBetweenHosts) {
+  const ReduceProblem problem = exact_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, GetParam().size);
+  RankGroup group(GetParam().options());
+  group.run([&](Communicator& communicator) {
+    for (const CommDtype comm_dtype : {CommDtype::kBFloat16, CommDtype::kFloat16})
+      EXPECT_TRUE(reduced(communicator, problem, Order::kDefault, comm_dtype) == problem.expected)
+          << comm_dtype_name(comm_dtype) << " on rank " << communicator.rank();
+  });
+}
+
+TEST_P(AnyOrder, TheCanonicalOrderForWhoAsksForIt) {
+  const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, GetParam().size);
+  RankGroup group(GetParam().options());
+  group.run([&](Communicator& communicator) {
+    EXPECT_TRUE(reduced(communicator, problem, Order::kCanonical) == problem.expected);
+  });
+}
+
+const ModeCase kModes[] = {{3, 3, "1x3r"},
+                           {4, 4, "1x4r"},
+                           {7, 7, "1x7r"},
+                           {4, 2, "2x2r"},
+                           {6, 3, "2x3r"},
+                           {6, 3, "2tx3r"},
+                           {8, 8, "1x4rx2r"},
+                           {8, 8, "1x2px4r"},
+                           {4, 4, "1x4d"},
+                           {6, 3, "2x3t"},
+                           {6, 3, ""},
+                           {7, 3, ""},
+                           {4, 4, "1x4r", TransportKind::kClusterMpi},
+                           {6, 3, "2x3r", TransportKind::kClusterRelayed}};
+
+INSTANTIATE_TEST_SUITE_P(Modes, AnyOrder, ::testing::ValuesIn(kModes), kPrinted);
+
+// Chunk c of the first half of the elements starts at the rank after its owner, and each rank on its way adds
+// its own; the second half goes round the other way.
+TEST(Ring, AddsInItsOrder) {
+  constexpr int kSize = 4;
+  constexpr std::size_t kChunk = 16;
+  constexpr std::size_t kCount = 2 * kSize * kChunk;
+  ReduceProblem problem{DType::kFloat32, {ReduceOp::kSum}, kCount, {}, {}};
+  std::vector<std::vector<float>> values(kSize, std::vector<float>(kCount));
+  for (int rank = 0; rank < kSize; ++rank) {
+    for (std::size_t i = 0; i < kCount; ++i)
+      values[rank][i] = std::ldexp(1.0F + static_cast<float>(i) / 64, 9 * ((rank + static_cast<int>(i)) % 4));
+    const auto* const bytes = reinterpret_cast<const std::uint8_t*>(values[rank].data());
+    problem.inputs.emplace_back(bytes, bytes + kCount * sizeof(float));
+  }
+  std::vector<float> expected(kCount);
+  for (std::size_t i = 0; i < kCount; ++i) {
+    const std::size_t owner = i / kChunk % kSize;
+    const bool backward = i >= kCount / 2;
+    for (std::size_t hop = 1; hop <= kSize; ++hop)
+      expected[i] += values[(owner + (backward ? kSize - hop : hop)) % kSize][i];
+  }
+  RankGroup group(ModeCase{kSize, kSize, "1x4r"}.options());
+  group.run([&](Communicator& communicator) {
+    const Bytes found = reduced(communicator, problem);
+    EXPECT_EQ(std::memcmp(found.data(), expected.data(), found.size()), 0);
+  });
+}
+
+TEST(Ring, AHostSendsAsMuchToEachNeighbourAndNothingToOthers) {
+  struct Case {
+    int each;
+    int hosts;
+    const char* mode;
+  };
+  for (const auto& [each, hosts, mode] :
+       {Case{1, 5, "1x5r"}, Case{2, 4, "2x4r"}, Case{3, 3, "3x3r"}, Case{2, 3, "2tx3r"}}) {
+    const PlanOptions options{.count = 60'000, .mode = parse_mode(mode), .channels = 1, .order = Order::kAny};
+    const Plan plan(make_cluster(std::vector<int>(static_cast<std::size_t>(hosts), each), {{1e9, 0.0}}),
+                    options);
+    for (int host = 0; host < hosts; ++host) {
+      std::map<int, std::size_t> sent;  // by host
+      for (int rank = host * each; rank < (host + 1) * each; ++rank)
+        for (const RankSchedule::Step& step : make_schedule(plan, rank).steps)
+          for (const RankSchedule::Message& message : step.sends)
+            for (const RankSchedule::Bytes& part : message.parts) sent[message.peer / each] += part.size;
+      const double wanted = 60'000.0 * sizeof(float) * (hosts - 1) / hosts;
+      for (const int neighbour : {(host + 1) % hosts, (host + hosts - 1) % hosts}) {
+        EXPECT_NEAR(static_cast<double>(sent[neighbour]), wanted, 0.01 * wanted) << mode;
+        sent.erase(neighbour);
+      }
+      EXPECT_TRUE(sent.empty()) << mode;
+    }
+  }
+}
+
+TEST(Order, IsPartOfWhatRanksCompare) {
+  RankGroup group(ModeCase{4, 2, ""}.options());
+  const ReduceProblem problem = exact_problem(DType::kFloat32, {ReduceOp::kSum}, 100, 4);
+  expect_all_raised(group.outcomes([&](Communicator& communicator) {
+    reduced(communicator, problem, communicator.rank() == 1 ? Order::kCanonical : Order::kAny);
+  }),
+                    ErrorKind::kMismatch, "in any order");
+}
+
+TEST(Order, OneCallMayDifferFromTheJob) {
+  ModeCase each{6, 3, ""};
+  GroupOptions options = each.options();
+  options.communicator.order = Order::kCanonical;
+  RankGroup group(options);
+  const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, 6);
+  const auto sent = [&](Communicator& communicator, Order order) {
+    const SentCounter& counter = group.sent(communicator.rank()).plans;
+    const Sent before = counter.read();
+    reduced(communicator, problem, order);
+    return (counter.read() - before).bytes;
+  };
+  group.run([&](Communicator& communicator) {
+    // Ranks i and i + 3 are on one host, which are no subtree: their host sends two sums, or one.
+    EXPECT_LT(sent(communicator, Order::kAny), sent(communicator, Order::kDefault));
+    expect_reduced(communicator, problem);
+  });
+}
+
+TEST(Order, ARingNeedsAnyOrder) {
+  ModeCase each{4, 4, "1x4r"};
+  GroupOptions options = each.options();
+  options.communicator.order = Order::kCanonical;
+  RankGroup group(options);
+  expect_all_raised(group.outcomes([](Communicator&) {}), ErrorKind::kUsage, "MULTIRING_ORDER=any");
+}
+
+}  // namespace
+}  // namespace multiring

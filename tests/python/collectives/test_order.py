@@ -1,0 +1,77 @@
+"""Allreduces that may add in any order, in every form of the call, on ranks that take themselves to be on
+several hosts. What rings add up: tests/cpp/collective/any_order_test.cpp."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import multiring
+from multiring import Communicator, UsageError
+from multiring.numpy import GradientBuckets
+from tests.nursery import Nursery
+from tests.on_ranks import on_ranks
+from tests.python.collectives.oracle import random_bits
+
+
+@on_ranks((3, 2))
+def test_every_form_has_the_same_bits(comm: Communicator) -> list[bytes]:
+    queue, found = comm.named_queue("q"), []
+    for count in (1, 20_000):
+        mine = random_bits(comm.rank, (count,), "float32")
+        x, strided = mine.copy(), np.stack([mine, mine], 1)[:, 0]
+        results = [
+            comm.allreduce(mine, order="any"),
+            comm.allreduce(x, out=x, order="any", comm_dtype="float32"),
+            comm.allreduce(strided, order="any"),
+            comm.allreduce_async(mine, order="any").wait(),
+            queue.allreduce(mine, name=f"{count}", order="any"),
+        ]
+        assert len({each.tobytes() for each in results}) == 1
+        canonical = comm.allreduce(mine)
+        assert comm.allreduce(mine, order="canonical").tobytes() == canonical.tobytes()
+        np.testing.assert_allclose(results[0], canonical, rtol=1e-5, atol=1e-5)
+        found.append(results[0].tobytes())
+    return found
+
+
+@on_ranks((3, 2))
+def test_gradients(comm: Communicator) -> bytes:
+    gradient = random_bits(comm.rank, (20_000,), "float32")
+    buckets = GradientBuckets({"a": gradient}, comm, order="any")
+    buckets.ready("a", gradient)
+    found = buckets.synchronize()["a"].copy()
+    assert found.tobytes() == comm.allreduce(gradient, "average", order="any").tobytes()
+    buckets.close()
+    return found.tobytes()
+
+
+@on_ranks(1, 3)
+def test_usage(comm: Communicator) -> None:
+    x = np.ones(3)
+    for call in (comm.allreduce, comm.allreduce_async):
+        with pytest.raises(UsageError, match=r"order is 'random'; accepted: canonical, any and None"):
+            call(x, order="random")
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'ordr'\. Did you mean 'order'\?"):
+            call(x, ordr="any")
+    with pytest.raises(UsageError, match="only an allreduce can add in any order"):
+        comm.named_queue().reduce_scatter_async(x, name="x", order="any")
+    with pytest.raises(UsageError, match="order is 'random'"):
+        GradientBuckets({"a": x}, comm, order="random")  # type: ignore[arg-type]
+
+
+def in_a_ring(rank: int, order: str) -> tuple[float, ...]:
+    os.environ.update(MULTIRING_MODE="1x3r", MULTIRING_ORDER=order)
+    comm = multiring.init()
+    x = np.arange(100_001.0) * (rank + 1)
+    return tuple(each.allreduce(x)[-1] for each in (comm, comm.split(0, key=-rank)))
+
+
+def test_a_ring_for_all_allreduces(nursery: Nursery) -> None:
+    assert nursery.values(3, in_a_ring, "any", init=False, hosts=3) == [(600_000.0, 600_000.0)] * 3
+    for outcome in nursery.run(3, in_a_ring, "canonical", init=False, hosts=3):
+        outcome.check_raised(
+            UsageError, "a ring of 3 ranks adds in the order of the ring", "MULTIRING_ORDER=any"
+        )
