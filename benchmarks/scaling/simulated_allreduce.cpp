@@ -195,8 +195,9 @@ class CoreAllreduce final : public Allreduce {
             join({simulated_session<copy_seconds_per_byte>(), simulated_session<memory_seconds_per_byte>()},
                  ranks_per_host)),
         exchange_(*transport_, "world") {
+    if (const char* const order = std::getenv("MULTIRING_ORDER")) order_ = parse_order(order);
     if (const char* const mode = std::getenv("MULTIRING_MODE"))
-      exchange_.plans().force_mode(parse_mode(mode), *transport_);
+      exchange_.plans().force_mode(parse_mode(mode), *transport_, order_);
   }
   void run(const std::vector<float>& input, std::vector<float>& output) override {
     Operation operation;
@@ -205,6 +206,7 @@ class CoreAllreduce final : public Allreduce {
     descriptor.key.count = input.size();
     descriptor.key.prescale = 1.0;
     descriptor.key.postscale = 1.0;
+    descriptor.key.order = order_;
     descriptor.dtype = DType::kFloat32;
     descriptor.rows = input.size();
     descriptor.bytes = input.size() * sizeof(float);
@@ -217,6 +219,7 @@ class CoreAllreduce final : public Allreduce {
  private:
   std::shared_ptr<Transport> transport_;
   Exchange exchange_;
+  Order order_ = Order::kCanonical;
 };
 
 class LibraryAllreduce final : public Allreduce {

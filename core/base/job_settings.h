@@ -24,6 +24,8 @@ struct JobSettings {
   double heartbeat = 5.0;              ///< seconds, about, until a host that has vanished counts as lost
   std::string host;  ///< ranks with the same name share memory; empty: the kernel's identity
   std::vector<std::string> interfaces;  ///< between hosts, see InterfaceFilter; empty: the default
+  /// Between hosts, a name of transport/world/networks.cpp; empty: as the launcher says.
+  std::string transport;
   /// How allreduces across hosts are divided (topology/dimensions.h); empty: chosen by size.
   std::string mode;
   /// Algorithms by size (collective/plan/tuning.h), used without a mode if measured for these hosts and
@@ -50,6 +52,7 @@ void visit_settings(const Visit& visit) {
   visit("heartbeat", &JobSettings::heartbeat, SettingScope::kRank);
   visit("host", &JobSettings::host, SettingScope::kRank);
   visit("interfaces", &JobSettings::interfaces, SettingScope::kRank);
+  visit("transport", &JobSettings::transport, SettingScope::kRank);
   visit("mode", &JobSettings::mode, SettingScope::kJob);
   visit("tuning", &JobSettings::tuning, SettingScope::kJob);
   visit("comm_dtype", &JobSettings::comm_dtype, SettingScope::kJob);

@@ -126,6 +126,14 @@ void bind_plans(py::module_& module) {
            }),
            py::arg("cluster"), py::arg("request"))
       .def_property_readonly("mode", [](const Plan& plan) { return format_mode(plan.mode()); })
+      .def_property_readonly(
+          "sizes",
+          [](const Plan& plan) {
+            std::vector<int> sizes;
+            for (const Dimension& dimension : plan.mode()) sizes.push_back(dimension.size);
+            return sizes;
+          },
+          "Of the dimensions, from the inside out.")
       .def_property_readonly("count", &Plan::count)
       .def_property_readonly("order", [](const Plan& plan) { return order_name(plan.order()); })
       .def_property_readonly("element_bytes", &Plan::element_bytes)
@@ -172,6 +180,7 @@ void bind_costs(py::module_& module) {
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<GilRelease>(),
       "The plan with the lowest predicted time.");
+  module.def("algorithm_letters", &algorithm_letters, "What the letters of a mode mean.");
   module.def(
       "dtype_size", [](const std::string& name) { return dtype_size(parse_dtype(name)); }, py::arg("dtype"),
       "Bytes of an element of a type by its name.");

@@ -20,7 +20,6 @@ class Settings(_core.JobSettings):
         job_id: Name of the job; empty means none was given.
         log_level: "debug", "info", "warning" or "error".
         tuning: File that says which algorithms allreduces across hosts use; the core is told what it says.
-        transport: "tcp" or "mpi", between hosts; empty means that the launcher decides.
         mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
         check_every: Training steps between two comparisons of the training state over ranks; 0 means never.
     """
@@ -35,7 +34,6 @@ class Settings(_core.JobSettings):
     secret: bytes | None = None
     job_id: str = ""
     log_level: str = "warning"
-    transport: str = ""
     mpi_bridge: str = ""
     check_every: int = 100
 

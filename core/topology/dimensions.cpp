@@ -3,22 +3,31 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
+#include <iterator>
 #include <string>
 
 #include "base/error.h"
-#include "base/names.h"
 
 namespace multiring {
 namespace {
 
-constexpr std::string_view kLetters = "prdtc";  // by the number of the algorithm
+struct Named {
+  char letter;
+  const char* name;
+};
+constexpr Named kAlgorithms[] = {{'p', "pairwise exchange"},  // by the number of the algorithm
+                                 {'r', "ring"},
+                                 {'d', "recursive doubling"},
+                                 {'t', "tree"},
+                                 {'c', "chain"}};
 constexpr int kMaxRanks = 1 << 24;
 
 [[noreturn]] void fail_to_parse(std::string_view text, const std::string& reason) {
   throw_usage(
       "mode '" + std::string(text) + "': " + reason +
       "; a mode is written like 4x8x2 (ranks within a host, near hosts, far hosts), and a letter after a "
-      "size forces its algorithm: p pairwise exchange, r ring, d recursive doubling, t tree, c chain");
+      "size forces its algorithm: " +
+      algorithm_letters());
 }
 
 Dimension parse_dimension(std::string_view whole, std::string_view text) {
@@ -30,10 +39,10 @@ Dimension parse_dimension(std::string_view whole, std::string_view text) {
   if (error != std::errc() || dimension.size < 1)
     fail_to_parse(whole, "'" + std::string(text) + "' does not start with a number of 1 or more");
   if (rest == end) return dimension;
-  const std::size_t letter = kLetters.find(*rest);
-  if (letter == std::string_view::npos || rest + 1 != end)
+  const auto* const named = std::ranges::find(kAlgorithms, *rest, &Named::letter);
+  if (named == std::end(kAlgorithms) || rest + 1 != end)
     fail_to_parse(whole, "'" + std::string(rest, end) + "' is not a letter of an algorithm");
-  dimension.algorithm = static_cast<Algorithm>(letter);
+  dimension.algorithm = static_cast<Algorithm>(named - kAlgorithms);
   return dimension;
 }
 
@@ -46,12 +55,17 @@ std::string ranks_on_hosts(const Cluster& cluster) {
 
 }  // namespace
 
-char algorithm_letter(Algorithm algorithm) { return kLetters[static_cast<std::size_t>(algorithm)]; }
+char algorithm_letter(Algorithm algorithm) { return kAlgorithms[static_cast<std::size_t>(algorithm)].letter; }
 
 const char* algorithm_name(Algorithm algorithm) {
-  static constexpr const char* kNames[] = {"pairwise exchange", "ring", "recursive doubling", "tree",
-                                           "chain"};
-  return name_in(kNames, algorithm, "unknown");
+  return kAlgorithms[static_cast<std::size_t>(algorithm)].name;
+}
+
+std::string algorithm_letters() {
+  std::string text;
+  for (const auto& [letter, name] : kAlgorithms)
+    text += (text.empty() ? "" : ", ") + std::string(1, letter) + " " + name;
+  return text;
 }
 
 Mode parse_mode(std::string_view text) {

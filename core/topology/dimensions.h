@@ -35,12 +35,14 @@ struct Dimension {
 };
 
 /// Dimensions from the inside out, written as `4x8x2`; a letter after a size forces the algorithm of that
-/// dimension: `p` pairwise, `r` ring, `d` recursive doubling, `t` tree, `c` chain (`4x8r`, `4tx8d`).
+/// dimension (`4x8r`, `4tx8d`).
 using Mode = std::vector<Dimension>;
 
 MULTIRING_API char algorithm_letter(Algorithm algorithm);
-/// "pairwise exchange", "ring", "recursive doubling", "tree", "chain".
+/// "pairwise exchange".
 MULTIRING_API const char* algorithm_name(Algorithm algorithm);
+/// "p pairwise exchange, r ring, ...", for messages.
+MULTIRING_API std::string algorithm_letters();
 
 /// Reads a mode. Raises a usage error that shows the text and what is wrong with it.
 MULTIRING_API Mode parse_mode(std::string_view text);

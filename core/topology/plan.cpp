@@ -39,6 +39,20 @@ void require_canonical(const Mode& mode) {
 
 }  // namespace
 
+Phase reducing_phase(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kPairwise:
+    case Algorithm::kRing:
+    case Algorithm::kChain:
+      return Phase::kReduceScatter;
+    case Algorithm::kDoubling:
+      return Phase::kAllreduce;
+    case Algorithm::kTree:
+      break;
+  }
+  return Phase::kReduce;
+}
+
 const char* phase_name(Phase phase) {
   static constexpr const char* kNames[] = {"reduce-scatter", "reduce", "allreduce", "broadcast",
                                            "all-gather"};

@@ -20,6 +20,9 @@ namespace multiring {
 
 enum class Phase { kReduceScatter, kReduce, kAllreduce, kBroadcast, kAllGather };
 
+/// What a dimension's first step with an algorithm is, which says what ranks hold after it.
+MULTIRING_API Phase reducing_phase(Algorithm algorithm);
+
 /// "reduce-scatter", "reduce", "allreduce", "broadcast", "all-gather".
 MULTIRING_API const char* phase_name(Phase phase);
 

@@ -6,24 +6,6 @@
 #include "topology/stripes.h"
 
 namespace multiring {
-namespace {
-
-Phase reducing_phase(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kPairwise:
-    case Algorithm::kRing:
-    case Algorithm::kChain:
-      return Phase::kReduceScatter;
-    case Algorithm::kDoubling:
-      return Phase::kAllreduce;
-    case Algorithm::kTree:
-      break;
-  }
-  return Phase::kReduce;
-}
-
-}  // namespace
-
 std::vector<Step> PlanBuilder::build() {
   if (plan_.count() == 0) return {};
   reduce_within_hosts();

@@ -71,9 +71,9 @@ class Scheduler {
     const int host = plan_.cluster().host_of_rank()[static_cast<std::size_t>(rank_)];
     const std::vector<int>& local_ranks = plan_.cluster().hosts[static_cast<std::size_t>(host)].ranks;
     const Group group{local_ranks, {0, plan_.count()}, -1, 0};
-    const bool tree = *plan_.mode().front().algorithm == Algorithm::kTree;
+    const bool shared = reducing_phase(*plan_.mode().front().algorithm) == Phase::kReduceScatter;
     for (std::size_t local_rank = 0; local_rank < local_ranks.size(); ++local_rank) {
-      const Range share = !tree ? plan_.share(group, local_rank) : local_rank == 0 ? group.range : Range{};
+      const Range share = shared ? plan_.share(group, local_rank) : local_rank == 0 ? group.range : Range{};
       schedule_.host_shares.push_back(share);
       if (local_ranks[local_rank] == rank_) schedule_.share = share;
     }

@@ -111,7 +111,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="M",
         help="ranks within a host x near hosts x far hosts ...; a letter after a number forces an algorithm: "
-        "p pairwise exchange, r ring, d recursive doubling, t tree, c chain, as 4x8x2 or 4tx16d [automatic]",
+        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d [automatic]",
     )
     plan.add_argument(
         "--segment", type=units.size, default=0, metavar="B", help="bytes of a pipelined piece [automatic]"

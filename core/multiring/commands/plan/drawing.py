@@ -32,7 +32,7 @@ def draw(hosts: Sequence[Sequence[int]], plan: native.Plan) -> str:
     columns = _columns(hosts, across[0])
     shown = columns[:_MAX_COLUMNS]
     cut = len(columns) > len(shown)
-    sizes = [int(text.rstrip("prdtc")) for text in plan.mode.split("x")[1:]]
+    sizes = plan.sizes[1:]
     label = len(f"host {len(hosts) - 1}")
     width = max(len(str(rank)) for column in shown for rank in column)
     lines = []
