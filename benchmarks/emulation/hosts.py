@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 __all__ = ["EmulatedHosts", "command_in", "why_not"]
 
@@ -58,13 +58,25 @@ class EmulatedHosts:
         count: How many.
         rates: For each link of a host, in both directions, as `tc` takes it ("1gbit"); None: one link, as
             fast as the machine. All hosts have the same links, and each link a network of its own.
+        cables: "ring" or "line": besides, each host and the next, and in a ring the last and the first, have a
+            cable of their own, a network of two. Nothing passes from cable to cable.
+        cable_rate: Of each cable, as `rates`.
 
     Raises:
         OSError: They cannot be made; says what went wrong.
     """
 
-    def __init__(self, count: int, rates: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        rates: Sequence[str] | None = None,
+        cables: Literal["", "ring", "line"] = "",
+        cable_rate: str | None = None,
+    ) -> None:
         self.count = count
+        ends = {"": 0, "ring": count, "line": count - 1}[cables]
+        self._cables = [(host, (host + 1) % count) for host in range(ends)]
+        self._cable_rate = cable_rate
         self._rates: list[str | None] = [None] if rates is None else list(rates)
         self._cleanup = ExitStack()
         self._holders: list[int] = []  # of the hosts, and behind them that of the switches
@@ -114,6 +126,11 @@ class EmulatedHosts:
             limit = ["root", "tbf", "rate", rate, "burst", _BURST, "limit", queue]
             self._run(host, "tc", "qdisc", "change", "dev", _device(link), *limit)
 
+    @staticmethod
+    def cables_network() -> str:
+        """The network that all cables are in, as MULTIRING_INTERFACES takes it."""
+        return "10.94.0.0/16"
+
     def sent_bytes(self, host: int, link: int) -> int:
         """Bytes that have left the host by a link, with all headers."""
         path = f"/sys/class/net/{_device(link)}/statistics/tx_bytes"
@@ -133,6 +150,21 @@ class EmulatedHosts:
             self._run(self.count, "ip", "link", "set", bridge, "up")
             for host in range(self.count):
                 self._connect(host, link, bridge, rate)
+
+        for number, pair in enumerate(self._cables):
+            self._lay_cable(number, pair)
+
+    def _lay_cable(self, number: int, hosts: tuple[int, int]) -> None:
+        holders = [str(self._holders[host]) for host in hosts]
+        devices = [f"cable{number}e{end}" for end in range(2)]  # of which one host may have both
+        ends = ["netns", holders[0], "type", "veth", "peer", "name", devices[1], "netns", holders[1]]
+        _run("ip", "link", "add", devices[0], *ends)
+        for end, (host, device) in enumerate(zip(hosts, devices, strict=True)):
+            self._run(host, "ip", "addr", "add", f"10.94.{number}.{end + 1}/24", "dev", device)
+            self._run(host, "ip", "link", "set", device, "up")
+            if self._cable_rate is not None:
+                limit = ["root", "tbf", "rate", self._cable_rate, "burst", _BURST, "latency", _LATENCY]
+                self._run(host, "tc", "qdisc", "add", "dev", device, *limit)
 
     def _connect(self, host: int, link: int, bridge: str, rate: str | None) -> None:
         port, device, switch = _port(host, link), _device(link), self.count

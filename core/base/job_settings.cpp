@@ -15,6 +15,7 @@ std::string variable_of(const char* name) {
 
 std::string text_of(const std::string& value) { return value; }
 std::string text_of(CommDtype value) { return comm_dtype_name(value); }
+std::string text_of(HostLinks value) { return host_links_name(value); }
 std::string text_of(Order value) { return order_name(value); }
 std::string text_of(const std::vector<std::string>& values) {
   std::string text;

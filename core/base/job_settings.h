@@ -9,6 +9,7 @@
 #include "base/arithmetic/comm_dtype.h"
 #include "base/arithmetic/order.h"
 #include "base/export.h"
+#include "base/host_links.h"
 
 namespace multiring {
 
@@ -26,6 +27,7 @@ struct JobSettings {
   std::vector<std::string> interfaces;  ///< between hosts, see InterfaceFilter; empty: the default
   /// Between hosts, a name of transport/world/networks.cpp; empty: as the launcher says.
   std::string transport;
+  HostLinks host_links = HostLinks::kSwitch;
   /// How allreduces across hosts are divided (topology/dimensions.h); empty: chosen by size.
   std::string mode;
   /// Algorithms by size (collective/plan/tuning.h), used without a mode if measured for these hosts and
@@ -53,6 +55,7 @@ void visit_settings(const Visit& visit) {
   visit("host", &JobSettings::host, SettingScope::kRank);
   visit("interfaces", &JobSettings::interfaces, SettingScope::kRank);
   visit("transport", &JobSettings::transport, SettingScope::kRank);
+  visit("host_links", &JobSettings::host_links, SettingScope::kJob);
   visit("mode", &JobSettings::mode, SettingScope::kJob);
   visit("tuning", &JobSettings::tuning, SettingScope::kJob);
   visit("comm_dtype", &JobSettings::comm_dtype, SettingScope::kJob);

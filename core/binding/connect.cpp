@@ -40,9 +40,9 @@ std::function<void(const std::string&)> warner(const py::object& callable) {
   };
 }
 
-CommDtype parse_comm_dtype(const std::string& name) {
+CommDtype parse_comm_dtype(std::string_view name) {
   if (const std::optional<CommDtype> found = find_comm_dtype(name)) return *found;
-  throw_usage("comm_dtype is '" + name + "'; accepted: float32, float16, bfloat16");
+  throw_usage("comm_dtype is '" + std::string(name) + "'; accepted: float32, float16, bfloat16");
 }
 
 std::shared_ptr<MpiSession> open_session(const std::string& bridge, std::uintptr_t communicator) {
@@ -88,15 +88,22 @@ template <class Value>
 void add_setting(py::class_<JobSettings>& settings, const char* name, Value JobSettings::* member) {
   settings.def_readwrite(name, member);
 }
-void add_setting(py::class_<JobSettings>& settings, const char* name, CommDtype JobSettings::* member) {
+/// As its name.
+template <class Enum>
+void add_named(py::class_<JobSettings>& settings, const char* name, Enum JobSettings::* member,
+               const char* (*name_of)(Enum), Enum (*parse)(std::string_view)) {
   settings.def_property(
-      name, [member](const JobSettings& self) { return comm_dtype_name(self.*member); },
-      [member](JobSettings& self, const std::string& value) { self.*member = parse_comm_dtype(value); });
+      name, [=](const JobSettings& self) { return name_of(self.*member); },
+      [=](JobSettings& self, std::string_view value) { self.*member = parse(value); });
+}
+void add_setting(py::class_<JobSettings>& settings, const char* name, CommDtype JobSettings::* member) {
+  add_named(settings, name, member, &comm_dtype_name, &parse_comm_dtype);
 }
 void add_setting(py::class_<JobSettings>& settings, const char* name, Order JobSettings::* member) {
-  settings.def_property(
-      name, [member](const JobSettings& self) { return order_name(self.*member); },
-      [member](JobSettings& self, const std::string& value) { self.*member = parse_order(value); });
+  add_named(settings, name, member, &order_name, &parse_order);
+}
+void add_setting(py::class_<JobSettings>& settings, const char* name, HostLinks JobSettings::* member) {
+  add_named(settings, name, member, &host_links_name, &parse_host_links);
 }
 
 }  // namespace

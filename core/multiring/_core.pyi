@@ -37,6 +37,7 @@ __all__: list[str] = [
     "WorldOptions",
     "address_of",
     "after_fork",
+    "algorithm_letters",
     "before_fork",
     "checksum",
     "choose_plan",
@@ -498,8 +499,10 @@ class JobSettings:
 
     comm_dtype: str
     host: str
+    host_links: str
     mode: str
     order: str
+    transport: str
     tuning: str
     def __init__(self) -> None: ...
     @property
@@ -708,6 +711,11 @@ class Plan:
     @property
     def segments(self) -> int: ...
     @property
+    def sizes(self) -> list[int]:
+        """
+        Of the dimensions, from the inside out.
+        """
+    @property
     def steps(self) -> list[Step]: ...
 
 class LinkCost:
@@ -754,6 +762,11 @@ def address_of(array: numpy.ndarray) -> int:
 def after_fork() -> None:
     """
     To be called after it, in parent and child.
+    """
+
+def algorithm_letters() -> str:
+    """
+    What the letters of a mode mean.
     """
 
 def before_fork() -> None:

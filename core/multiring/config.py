@@ -216,6 +216,13 @@ VARIABLES: tuple[Variable, ...] = (
         _names,
     ),
     Variable(
+        "host_links",
+        "switch, ring or line",
+        "Which hosts reach which: each each, or its neighbours by number, in a ring or a line "
+        "(docs/clusters.md).",
+        _choice("switch", "ring", "line"),
+    ),
+    Variable(
         "mode",
         "dimensions, such as 4x8 or 4tx8d",
         "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",

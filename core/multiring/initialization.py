@@ -107,7 +107,8 @@ def _join(comm: Any, settings: Settings) -> Communicator:
     joined = Communicator(core)
     try:
         _warn_of_other_tuning(core)
-        if joined.cross_size > 1 and not settings.tuning and not settings.mode:
+        chosen = settings.tuning or settings.mode or settings.host_links != "switch"
+        if joined.cross_size > 1 and not chosen:
             use_measured_algorithms(joined)
         if joined.rank == 0:
             tell_launcher(settings)

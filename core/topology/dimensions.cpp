@@ -88,9 +88,9 @@ std::string format_mode(const Mode& mode) {
   return text;
 }
 
-Mode without_rings(Mode mode) {
+Mode without_rings(Mode mode, Algorithm other) {
   for (Dimension& dimension : mode)
-    if (dimension.algorithm == Algorithm::kRing) dimension.algorithm = Algorithm::kPairwise;
+    if (dimension.algorithm == Algorithm::kRing) dimension.algorithm = other;
   return mode;
 }
 

@@ -48,8 +48,8 @@ MULTIRING_API std::string algorithm_letters();
 MULTIRING_API Mode parse_mode(std::string_view text);
 MULTIRING_API std::string format_mode(const Mode& mode);
 
-/// The same with a pairwise exchange, which sends the same bytes, in place of every ring.
-MULTIRING_API Mode without_rings(Mode mode);
+/// The same with `other` in place of every ring.
+MULTIRING_API Mode without_rings(Mode mode, Algorithm other);
 
 /// Raises a usage error with the numbers unless `mode` fits: its product is the number of ranks, its first
 /// dimension that of ranks on each host, and only the last dimension uses recursive doubling, which leaves

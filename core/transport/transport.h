@@ -131,6 +131,11 @@ class MULTIRING_API Transport {
   /// Equal for ranks that share memory with each other.
   virtual int host_number(int rank) const = 0;
 
+  /// Whether messages may go straight from the host of `rank` to that of `other`.
+  virtual bool has_link(int /*rank*/, int /*other*/) const { return true; }
+  /// Whether that is so for all ranks. The same on all ranks.
+  virtual bool fully_linked() const { return true; }
+
   /// Whether ranks outnumber their cores: then a wait should leave its core to others. The same on all ranks.
   virtual bool oversubscribed() const = 0;
   /// Whether all ranks map the same memory, and may write to each other's. The same on all ranks.

@@ -138,6 +138,42 @@ def test_bytes_tell_which_way_data_goes(emulate: Callable[..., EmulatedHosts], t
         assert_sent(start(hosts, [1, 1, 1], script, job=job, **env), count, expected)
 
 
+CABLED = """
+import numpy as np
+import multiring
+from multiring import UsageError
+comm = multiring.init()
+x = np.arange(300_000.0) + comm.rank
+total = comm.size * np.arange(300_000.0) + sum(range(comm.size))
+assert comm.allreduce(x).tobytes() == total.tobytes()
+assert comm.allreduce(x, order="any").tobytes() == total.tobytes()
+assert (comm.broadcast(x, 1) == np.arange(300_000.0) + 1).all()
+assert comm.allgather(x[:100_001]).size == comm.size * 100_001
+assert comm.allgather_object(comm.rank) == list(range(comm.size))
+assert comm.named_queue().allreduce(x[:7], name="x").tobytes() == total[:7].tobytes()
+half = comm.split(comm.rank // 2)
+assert half.allreduce(np.ones(3)).tolist() == [2, 2, 2]
+try:
+    comm.send(x, (comm.rank + 2) % comm.size)
+except UsageError as error:
+    print(error)
+else:
+    raise SystemExit("sent to a host that has no link")
+"""
+
+
+@pytest.mark.parametrize("cables", ["ring", "line"])
+def test_hosts_that_reach_their_neighbours_only(emulate: Callable[..., EmulatedHosts], cables: str) -> None:
+    """Between other hosts there is no way but the one by which ranks find each other."""
+    hosts = emulate(4, None, cables)
+    env = {"MULTIRING_HOST_LINKS": cables, "MULTIRING_INTERFACES": hosts.cables_network()}
+    for process in start(hosts, [1] * 4, CABLED, **env):
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert "is no neighbour of" in output
+    assert max(hosts.sent_bytes(host, 0) for host in range(4)) < 300_000, "the store alone goes there"
+
+
 def await_running(ranks: Ranks) -> None:
     for process in ranks:
         assert process.stdout.readline() == "running\n", process.communicate()

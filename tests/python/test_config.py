@@ -28,6 +28,7 @@ READ: dict[str, dict[str, object]] = {
     "interfaces": {"eth0, 10.0.0.0/8": ["eth0", "10.0.0.0/8"]},
     "comm_dtype": {"BFloat16": "bfloat16"},
     "order": {"Any": "any"},
+    "host_links": {"Ring": "ring", "": "switch"},
     "staging_bytes": {"4096": 4096, "64k": 65536, "256KiB": 262144, "2M": 2 << 20, "1gib": 1 << 30},
     "stall_warning": {"0": 0.0},
 }

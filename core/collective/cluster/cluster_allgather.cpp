@@ -20,7 +20,7 @@ std::size_t most_pairs(std::span<const std::vector<int>> hosts) {
 
 bool ClusterAllgather::is_worthwhile(const Transport& transport, std::size_t longest) {
   // What staging memory holds goes through it at once.
-  return crosses_hosts(transport) && longest > transport.staging_bytes();
+  return all_hosts_linked(transport) && longest > transport.staging_bytes();
 }
 
 ClusterAllgather::ClusterAllgather(Exchange& exchange, const OperationCall& call, StagedCopy::Outgoing own,

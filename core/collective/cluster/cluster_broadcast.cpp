@@ -10,7 +10,7 @@
 namespace multiring {
 
 bool ClusterBroadcast::is_worthwhile(const Transport& transport, std::size_t bytes) {
-  if (transport.shares_memory()) return false;
+  if (!all_hosts_linked(transport)) return false;
   const std::size_t hosts = ranks_by_host(transport).size();
   return hosts > 2 && bytes > std::min(segments::kChainFrom, transport.staging_bytes()) * hosts;
 }

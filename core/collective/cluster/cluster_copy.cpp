@@ -18,8 +18,8 @@ std::size_t slots_of(std::size_t segment) {
 }  // namespace
 
 bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t piece) {
-  return crosses_hosts(transport) && bytes > std::min(segments::kMessagesFrom, transport.staging_bytes()) &&
-         piece >= segments::kMinPiece;
+  return all_hosts_linked(transport) &&
+         bytes > std::min(segments::kMessagesFrom, transport.staging_bytes()) && piece >= segments::kMinPiece;
 }
 
 void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {

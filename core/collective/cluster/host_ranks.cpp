@@ -15,8 +15,8 @@ std::vector<std::vector<int>> ranks_by_host(const Transport& transport) {
   return hosts;
 }
 
-bool crosses_hosts(const Transport& transport) {
-  if (transport.shares_memory()) return false;
+bool all_hosts_linked(const Transport& transport) {
+  if (transport.shares_memory() || !transport.fully_linked()) return false;
   int rank = 1;
   while (rank < transport.size() && transport.host_number(rank) == transport.host_number(0)) ++rank;
   return rank < transport.size();

@@ -11,8 +11,8 @@ namespace multiring {
 /// The ranks of each host in their order, the hosts by number: the same on all ranks.
 std::vector<std::vector<int>> ranks_by_host(const Transport& transport);
 
-/// Whether ranks are on several hosts.
-bool crosses_hosts(const Transport& transport);
+/// Whether ranks are on several hosts, each of which has a link to each.
+bool all_hosts_linked(const Transport& transport);
 
 /// The hosts as one rank sees them: its own first, then those after it, around.
 ///

@@ -1,5 +1,8 @@
 #include "collective/plan/plan_cache.h"
 
+#include "base/cache.h"
+#include "topology/transfers.h"
+
 namespace multiring {
 namespace {
 
@@ -8,45 +11,70 @@ constexpr Interface kAnyInterface{1e9, 0.0};
 
 }  // namespace
 
-Cluster PlanCache::find_cluster(const Transport& transport) {
+void PlanCache::find_cluster(const Transport& transport) {
   std::map<int, Host> hosts;
   for (int rank = 0; rank < transport.size(); ++rank) {
     Host& host = hosts[transport.host_number(rank)];
     host.ranks.push_back(rank);
     host.interfaces = {kAnyInterface};
   }
-  Cluster cluster;
-  for (auto& [number, host] : hosts) cluster.hosts.push_back(std::move(host));
-  return cluster;
+  cluster_.hosts.clear();
+  for (auto& [number, host] : hosts) cluster_.hosts.push_back(std::move(host));
+  fully_linked_ = transport.fully_linked();
+  is_ring_ =
+      !fully_linked_ && transport.has_link(cluster_.hosts.front().ranks[0], cluster_.hosts.back().ranks[0]);
+}
+
+Mode PlanCache::mode_for(const Request& request) const {
+  const bool any = request.order == Order::kAny;
+  if (!request.mode.empty())
+    return any ? request.mode
+               : without_rings(request.mode, fully_linked_ ? Algorithm::kPairwise : Algorithm::kChain);
+  if (fully_linked_) return {};
+  Mode mode = flat_mode(cluster_);
+  mode.back().algorithm = any && is_ring_ ? Algorithm::kRing : Algorithm::kChain;
+  return mode;
 }
 
 Plan PlanCache::plan(const Request& request) const {
   PlanOptions options;
   options.count = request.count;
   options.dtype = request.dtype;
-  options.mode = request.mode;
+  options.mode = mode_for(request);
   options.channels = 1;
   options.order = request.order;
   options.rounded = request.rounded;
   return Plan(cluster_, options);
 }
 
-void PlanCache::require_plan(const Mode& mode, Order order) const {
+void PlanCache::require_plan(const Mode& mode, Order order, const Transport& transport) const {
   require_fit(mode, cluster_);
-  plan({.count = 1, .order = order, .mode = mode});
+  // Enough elements for every rank to have some.
+  const Plan made =
+      plan({.count = kCacheLine * static_cast<std::size_t>(cluster_.size()), .order = order, .mode = mode});
+  for (const Step& step : made.steps())
+    for (int hop = 0; !fully_linked_ && hop < hop_count(step); ++hop)
+      for_each_transfer(made, step, hop, [&](const Transfer& transfer) {
+        if (!transport.has_link(transfer.from, transfer.to))
+          throw_usage(
+              "mode " + format_mode(made.mode()) + " sends from " + transport.host(transfer.from) + " to " +
+              transport.host(transfer.to) +
+              ", which are no neighbours (MULTIRING_HOST_LINKS); between hosts take a chain (c), or in "
+              "any order a ring (r)");
+      });
 }
 
 void PlanCache::force_mode(Mode mode, const Transport& transport, Order order) {
-  cluster_ = find_cluster(transport);
-  require_plan(mode, order);
+  find_cluster(transport);
+  require_plan(mode, order, transport);
   forced_.mode = std::move(mode);
 }
 
 void PlanCache::set_tuning(Tuning tuning, const Transport& transport, Order order) {
-  cluster_ = find_cluster(transport);
+  find_cluster(transport);
   if (tuning.layout() != layout_text(cluster_)) tuning = {};
   for (const Tuning::SizeClass& each : tuning.classes())
-    if (!each.algorithm.mode.empty()) require_plan(each.algorithm.mode, order);
+    if (!each.algorithm.mode.empty()) require_plan(each.algorithm.mode, order, transport);
   tuning_ = std::move(tuning);
 }
 
@@ -56,12 +84,11 @@ const AllreduceAlgorithm* PlanCache::algorithm(std::size_t bytes, bool rounded) 
 }
 
 std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, Request request) {
-  if (request.order != Order::kAny) request.mode = without_rings(std::move(request.mode));
   if (const auto found = index_.find(request); found != index_.end()) {
     recent_.splice(recent_.begin(), recent_, found->second);
     return recent_.front().second;
   }
-  if (cluster_.hosts.empty()) cluster_ = find_cluster(transport);
+  if (cluster_.hosts.empty()) find_cluster(transport);
   auto made = std::make_shared<RankSchedule>(make_schedule(plan(request), transport.rank()));
   if (recent_.size() >= kMaxSchedules) {
     index_.erase(recent_.back().first);

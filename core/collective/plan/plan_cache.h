@@ -31,16 +31,16 @@ class MULTIRING_API PlanCache {
     /// they depend on the ranks and the mode alone, never on the count.
     bool rounded = false;
     Order order = Order::kCanonical;
-    Mode mode;  ///< empty: automatic; in the canonical order its rings are pairwise exchanges
+    Mode mode;  ///< empty: automatic; in the canonical order its rings are others, as hosts are linked
     auto operator<=>(const Request&) const = default;
   };
 
   /// All allreduces of at least one byte use plans of this mode, whatever the tuning. Raises a usage error
-  /// unless the mode fits the ranks and the order.
+  /// unless the mode fits the ranks, the order and the links between hosts.
   void force_mode(Mode mode, const Transport& transport, Order order = Order::kCanonical);
   /// Replaces the tuning. It counts if its layout is that of these hosts and ranks, and not for allreduces
   /// that round between hosts, whose bits may not depend on the size. Raises a usage error where a mode does
-  /// not fit the ranks or the order.
+  /// not fit the ranks, the order or the links.
   void set_tuning(Tuning tuning, const Transport& transport, Order order = Order::kCanonical);
   /// The forced or tuned algorithm of an allreduce of so many bytes; null: neither.
   const AllreduceAlgorithm* algorithm(std::size_t bytes, bool rounded) const;
@@ -53,11 +53,14 @@ class MULTIRING_API PlanCache {
  private:
   using Kept = std::pair<Request, std::shared_ptr<const RankSchedule>>;
 
-  static Cluster find_cluster(const Transport& transport);
+  void find_cluster(const Transport& transport);
+  Mode mode_for(const Request& request) const;
   Plan plan(const Request& request) const;
-  void require_plan(const Mode& mode, Order order) const;
+  void require_plan(const Mode& mode, Order order, const Transport& transport) const;
 
   Cluster cluster_;            // empty: not yet found
+  bool fully_linked_ = true;   // each host with each
+  bool is_ring_ = false;       // neighbours only, the last host and the first among them
   AllreduceAlgorithm forced_;  // without a mode: none
   Tuning tuning_;
   std::list<Kept> recent_;  // most recently used first

@@ -74,6 +74,8 @@ def main(args: argparse.Namespace) -> int:
         )
     if mode := config.load().mode:
         raise UsageError(f"MULTIRING_MODE={mode} leaves nothing to choose: unset it for `multiring tune`")
+    if (links := config.load().host_links) != "switch":
+        raise UsageError(f"MULTIRING_HOST_LINKS={links} leaves nothing to choose: see docs/tuning.md")
     # The file that is to be replaced may be of another cluster, and need not be there.
     os.environ["MULTIRING_TUNING"] = OFF
     comm = multiring.init()

@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/host_links.h"
 #include "transport/cluster/cluster_transport.h"
 
 namespace multiring {
@@ -52,6 +53,7 @@ ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context
       world_(std::move(members)) {
   for (int other = 0; other < size(); ++other)
     if (is_remote(other)) remote_.push_back(other);
+  find_links();
   mirror_ = make_mirror(in_store, waiting);
   unconnected_messages_ = make_network(RemoteMessages::kChannels, "messages", in_store, waiting);
   hierarchy_ = make_hierarchy(in_store, waiting);
@@ -112,10 +114,33 @@ void ClusterTransport::connect(const WaitOptions& waiting) {
   progress_entry_ = std::make_unique<ProgressRegistry::Entry>(context_->progress, poll);
 }
 
+/// Raises a usage error where the hosts of this group have no links by which all of them are reached.
+void ClusterTransport::find_links() {
+  std::map<int, int> first;  // rank of each host
+  for (int rank = 0; rank < size(); ++rank) first.emplace(host_number(rank), rank);
+  for (auto one = first.begin(); one != first.end(); ++one)
+    for (const auto& [number, other] : first) fully_linked_ = fully_linked_ && has_link(one->second, other);
+  for (auto next = first.begin(), one = next++; next != first.end(); one = next++)
+    if (!has_link(one->second, next->second))
+      throw_usage("ranks " + std::to_string(world_rank(one->second)) + " on " + host(one->second) + " and " +
+                  std::to_string(world_rank(next->second)) + " on " + host(next->second) +
+                  " are in one group, but between their hosts are others (MULTIRING_HOST_LINKS=" +
+                  host_links_name(context_->host_links) + "): a group needs hosts that are neighbours");
+}
+
+bool ClusterTransport::has_link(int rank, int other) const {
+  int hosts = 0;
+  for (const ClusterRank& each : context_->ranks) hosts = std::max(hosts, each.host + 1);
+  return have_link(context_->host_links, hosts, host_number(rank), host_number(other));
+}
+
 MirrorRoutes ClusterTransport::routes_of(int rank) const {
   std::vector<int> hosts;
   for (int each = 0; each < size(); ++each) hosts.push_back(host_number(each));
-  return mirror_routes(hosts, rank, context_->direct_hosts);
+  if (fully_linked_) return mirror_routes(hosts, rank, context_->direct_hosts);
+  const auto [first, last] = std::ranges::minmax_element(hosts);
+  return neighbour_routes(
+      hosts, rank, has_link(static_cast<int>(first - hosts.begin()), static_cast<int>(last - hosts.begin())));
 }
 
 const std::map<int, MirrorRoutes>& ClusterTransport::host_routes() const {

@@ -43,6 +43,7 @@ struct ClusterContext {
   std::shared_ptr<ProgressRegistry> progress = std::make_shared<ProgressRegistry>();
   std::shared_ptr<HostGroup> host_group;          ///< a PollingHostGroup
   int direct_hosts = MirrorRoutes::kDirectHosts;  ///< the same on all ranks
+  HostLinks host_links = HostLinks::kSwitch;      ///< the same on all ranks
   MakeNetwork make_network;
 };
 
@@ -68,6 +69,8 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   int world_rank(int rank) const override { return world_[static_cast<std::size_t>(rank)]; }
   int host_number(int rank) const override { return info(rank).host; }
   bool shares_memory() const override { return false; }
+  bool has_link(int rank, int other) const override;
+  bool fully_linked() const override { return fully_linked_; }
 
   bool is_ahead(int rank) const override {
     return SharedTransport::is_ahead(rank) || (is_remote(rank) && mirror_->is_ahead(rank));
@@ -115,6 +118,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::unique_ptr<HostMirror> make_mirror(bool in_store, const WaitOptions& waiting);
   std::vector<Network*> networks() const;
   MirrorRoutes routes_of(int rank) const;
+  void find_links();
   /// Routes of the ranks of this host, for errors. For the thread that drives the rounds.
   const std::map<int, MirrorRoutes>& host_routes() const;
   void open_messages();
@@ -134,6 +138,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   const std::uint64_t own_tag_;
   std::vector<int> world_;  // world ranks of the members
   std::vector<int> remote_;
+  bool fully_linked_ = true;
   std::vector<int> receivers_;
   mutable std::map<int, MirrorRoutes> routes_;  // see host_routes
   std::unique_ptr<HostMirror> mirror_;

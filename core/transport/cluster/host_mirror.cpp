@@ -47,6 +47,13 @@ HostMirror::HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& rou
       if (message.ranks.size() > 1) offset += message.ranks.size() * Transport::kHeaderBytes + kMaxCombined;
     }
   }
+  for (std::size_t index = 0; index < incoming_.size(); ++index)
+    for (std::size_t later = index + 1; later < incoming_.size() && incoming_[index].after == nullptr;
+         ++later)
+      if (incoming_[later].message->peer == incoming_[index].message->peer) {
+        incoming_[index].after = &incoming_[later];
+        incoming_[later].first = false;
+      }
   scratch_ = std::make_shared<std::vector<std::byte>>(offset);
   network_->keep(scratch_);
   if (channels(routes) > 1) gossip_.emplace(*network_, kGossip, peers(), memory_.gossip);
@@ -75,7 +82,9 @@ void HostMirror::post(int rank, std::uint64_t round, std::size_t staged) {
   round_ = round;
   set_following_bytes(memory_.header(rank, round), staged);
   if (gossip_) gossip_->start();
-  for (Incoming& incoming : incoming_) receive_headers(incoming);
+  for (Incoming& incoming : incoming_) incoming.arrived = false;
+  for (Incoming& incoming : incoming_)
+    if (incoming.first) receive_headers(incoming);
   sent_steps_ = 0;
   send_complete_steps();
 }
@@ -149,7 +158,10 @@ void HostMirror::advance(Incoming& incoming) {
       receive_staging(incoming);
       break;
   }
-  if (incoming.ticket == 0) send_complete_steps();
+  if (incoming.ticket != 0) return;
+  incoming.arrived = true;
+  if (incoming.after != nullptr) receive_headers(*incoming.after);
+  send_complete_steps();
 }
 
 void HostMirror::handle_headers(Incoming& incoming) {
@@ -209,7 +221,7 @@ std::size_t HostMirror::staged_bytes(const MirrorMessage& message) const {
 void HostMirror::send_complete_steps() {
   for (; sent_steps_ < steps_.size(); ++sent_steps_) {
     for (const Incoming& incoming : incoming_)
-      if (incoming.step < sent_steps_ && incoming.ticket != 0) return;
+      if (incoming.step < sent_steps_ && !incoming.arrived) return;
     for (const MirrorMessage& message : steps_[sent_steps_].out) send(message);
   }
 }

@@ -67,8 +67,11 @@ class HostMirror {
     std::size_t step = 0;
     std::size_t offset = 0;  ///< in scratch_, of headers and then staging memory; if there are several ranks
     enum class Part { kHeaders, kCombined, kSeparate } part = Part::kHeaders;  ///< to receive next
-    std::size_t next = 0;  ///< kSeparate: index of the rank
-    Ticket ticket = 0;     ///< of the receive; 0: all has arrived
+    std::size_t next = 0;       ///< kSeparate: index of the rank
+    Ticket ticket = 0;          ///< of the receive; 0: none is posted
+    bool arrived = false;       ///< all of it
+    Incoming* after = nullptr;  ///< from the same peer, received when this one has arrived
+    bool first = true;          ///< from its peer
   };
 
   std::set<int> peers() const;

@@ -30,25 +30,29 @@ class Circle {
     return hosts_[host][local_[static_cast<std::size_t>(rank)] % hosts_[host].size()];
   }
 
-  /// What `from` sends to the host at `distance`: what it has received of the `count` hosts up to its own.
-  std::vector<MirrorMessage> sent(int from, std::size_t distance, std::size_t count) const {
-    const std::size_t here = position(from);
-    const std::size_t there = (here + distance) % size();
+  /// What `from` sends to host `there`: what it has received of the hosts `origins`.
+  std::vector<MirrorMessage> sent(int from, std::size_t there, std::span<const std::size_t> origins) const {
     std::vector<MirrorMessage> messages;
-    for (std::size_t back = 0; back < count; ++back)
-      for (const int rank : hosts_[(here + size() - back) % size()])
-        if (receiver(rank, here) == from) add(messages, receiver(rank, there), rank);
+    for (const std::size_t origin : origins)
+      for (const int rank : hosts_[origin])
+        if (receiver(rank, position(from)) == from) add(messages, receiver(rank, there), rank);
     return messages;
   }
 
-  /// What `to` receives from the host at `distance` before its own.
-  std::vector<MirrorMessage> received(int to, std::size_t distance, std::size_t count) const {
-    const std::size_t there = (position(to) + size() - distance) % size();
+  /// What `to` receives from host `there`, which has it from the hosts `origins`.
+  std::vector<MirrorMessage> received(int to, std::size_t there, std::span<const std::size_t> origins) const {
     std::vector<MirrorMessage> messages;
     for (const int from : hosts_[there])
-      for (MirrorMessage& message : sent(from, distance, count))
+      for (MirrorMessage& message : sent(from, position(to), origins))
         if (message.peer == to) messages.push_back({from, std::move(message.ranks)});
     return messages;
+  }
+
+  /// `count` hosts up to `host`, backwards.
+  std::vector<std::size_t> up_to(std::size_t host, std::size_t count) const {
+    std::vector<std::size_t> found;
+    for (std::size_t back = 0; back < count; ++back) found.push_back((host + size() - back) % size());
+    return found;
   }
 
  private:
@@ -82,6 +86,14 @@ std::size_t radix_for(std::size_t hosts, std::size_t direct) {
   return radix;
 }
 
+/// On host `here`, of every rank.
+std::vector<int> receivers_of(const Circle& circle, std::size_t ranks, std::size_t here) {
+  std::vector<int> receivers;
+  for (std::size_t rank = 0; rank < ranks; ++rank)
+    receivers.push_back(circle.receiver(static_cast<int>(rank), here));
+  return receivers;
+}
+
 void append(std::vector<MirrorMessage>& to, std::vector<MirrorMessage> more) {
   for (MirrorMessage& message : more) to.push_back(std::move(message));
 }
@@ -90,19 +102,43 @@ void append(std::vector<MirrorMessage>& to, std::vector<MirrorMessage> more) {
 
 MirrorRoutes mirror_routes(std::span<const int> hosts, int rank, int direct) {
   const Circle circle(hosts);
+  const std::size_t here = circle.position(rank);
   MirrorRoutes routes;
-  for (std::size_t other = 0; other < hosts.size(); ++other) {
-    const auto other_rank = static_cast<int>(other);
-    routes.receivers.push_back(circle.receiver(other_rank, circle.position(rank)));
-  }
+  routes.receivers = receivers_of(circle, hosts.size(), here);
   const std::size_t radix = radix_for(circle.size(), static_cast<std::size_t>(direct));
   for (std::size_t stride = 1; stride < circle.size(); stride *= radix) {
     MirrorStep& step = routes.steps.emplace_back();
     for (std::size_t times = 1; times < radix && times * stride < circle.size(); ++times) {
       const std::size_t distance = times * stride;
       const std::size_t count = std::min(stride, circle.size() - distance);
-      append(step.out, circle.sent(rank, distance, count));
-      append(step.in, circle.received(rank, distance, count));
+      const std::size_t before = (here + circle.size() - distance) % circle.size();
+      append(step.out, circle.sent(rank, (here + distance) % circle.size(), circle.up_to(here, count)));
+      append(step.in, circle.received(rank, before, circle.up_to(before, count)));
+    }
+  }
+  return routes;
+}
+
+MirrorRoutes neighbour_routes(std::span<const int> hosts, int rank, bool closed) {
+  const Circle circle(hosts);
+  const std::size_t size = circle.size();
+  const std::size_t here = circle.position(rank);
+  MirrorRoutes routes;
+  routes.receivers = receivers_of(circle, hosts.size(), here);
+  const std::size_t farthest = closed ? size / 2 : size - 1;
+  for (std::size_t distance = 1; distance <= farthest; ++distance) {
+    MirrorStep& step = routes.steps.emplace_back();
+    // Of the host on the other side, `distance` before `to`.
+    const auto pass_on = [&](std::size_t from, std::size_t to, std::size_t origin) {
+      if (from == here) append(step.out, circle.sent(rank, to, {{origin}}));
+      if (to == here) append(step.in, circle.received(rank, from, {{origin}}));
+    };
+    for (std::size_t from = 0; from < size; ++from) {
+      const bool opposite = closed && 2 * distance == size;  // comes one way only
+      if (closed || (from + 1 < size && from + 1 >= distance))
+        pass_on(from, (from + 1) % size, (from + 1 + size - distance) % size);
+      if (!opposite && (closed || (from > 0 && from - 1 + distance < size)))
+        pass_on(from, (from + size - 1) % size, (from + size - 1 + distance) % size);
     }
   }
   return routes;

@@ -22,8 +22,8 @@ struct MirrorStep {
 /// How what the ranks of a group publish in a round reaches all hosts, as one rank sees it.
 ///
 /// Every remote rank has one *receiver* on each host, which receives what it publishes and forwards it to
-/// further hosts. Receivers follow from local indices, so that all ranks of a host take part. Two ranks send
-/// each other at most one message in a round, in each direction.
+/// further hosts. Receivers follow from local indices, so that all ranks of a host take part. Messages of a
+/// round between two ranks go in the order of the steps.
 struct MirrorRoutes {
   /// Up to so many hosts every rank sends to all others. More hosts use dissemination: in a circle of hosts
   /// and with radix r, a host has in step s what the r^s hosts up to itself have published, and sends that to
@@ -41,5 +41,9 @@ struct MirrorRoutes {
 /// The routes of `rank`. `hosts`: number of each rank's host. `direct`: at least 2.
 MULTIRING_API MirrorRoutes mirror_routes(std::span<const int> hosts, int rank,
                                          int direct = MirrorRoutes::kDirectHosts);
+
+/// The routes where hosts reach their neighbours only: what comes from one is passed on to the other.
+/// `closed`: the last host and the first are neighbours, too.
+MULTIRING_API MirrorRoutes neighbour_routes(std::span<const int> hosts, int rank, bool closed);
 
 }  // namespace multiring

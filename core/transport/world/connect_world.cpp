@@ -243,6 +243,7 @@ std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, co
   context->host_group = std::make_shared<PollingHostGroup>(connect_host(*store, address, ranks, waiting),
                                                            ranks_of_host(ranks, host), context->progress);
   context->make_network = std::move(make_network);
+  context->host_links = address.host_links;
   SharedTransportOptions options(address);
   options.oversubscribed = any_oversubscribed(*store, address, ranks, *context->host_group, waiting);
   context->ranks = std::move(ranks);

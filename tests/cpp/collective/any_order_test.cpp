@@ -1,10 +1,12 @@
 // Allreduces that may add in any order, rings among them: the whole sum, the same bits on all ranks and in
 // every run, and messages to the neighbours of the ring only.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -177,7 +179,10 @@ const ModeCase kModes[] = {{3, 3, "1x3r"},
                            {6, 3, ""},
                            {7, 3, ""},
                            {4, 4, "1x4r", TransportKind::kClusterMpi},
-                           {6, 3, "2x3r", TransportKind::kClusterRelayed}};
+                           {6, 3, "2x3r", TransportKind::kClusterRelayed},
+                           {6, 6, "", TransportKind::kClusterRing},
+                           {8, 4, "2x4r", TransportKind::kClusterRing},
+                           {5, 5, "", TransportKind::kClusterLine}};
 
 INSTANTIATE_TEST_SUITE_P(Modes, AnyOrder, ::testing::ValuesIn(kModes), kPrinted);
 
@@ -234,6 +239,45 @@ TEST(Ring, AHostSendsAsMuchToEachNeighbourAndNothingToOthers) {
       EXPECT_TRUE(sent.empty()) << mode;
     }
   }
+}
+
+/// What ranks raise whose hosts reach their neighbours only.
+void expect_refused(TransportKind links, const char* mode, const std::string& text,
+                    const RankGroup::Body& body) {
+  RankGroup group(ModeCase{4, 4, mode, links}.options());
+  const auto outcomes = group.outcomes(body);
+  const auto refused = std::ranges::count_if(outcomes, [&](const std::optional<Error>& error) {
+    return error && error->kind() == ErrorKind::kUsage &&
+           std::string(error->what()).find(text) != std::string::npos;
+  });
+  EXPECT_GT(refused, 0);
+}
+
+TEST(HostsThatReachTheirNeighbours, RefuseWhatWouldNeedOthers) {
+  const auto nothing = [](Communicator&) {};
+  for (const char* const mode : {"1x4", "1x4d", "1x4t", "1x2cx2c"})
+    expect_refused(TransportKind::kClusterRing, mode, "which are no neighbours", nothing);
+  expect_refused(TransportKind::kClusterLine, "1x4r", "which are no neighbours", nothing);
+  expect_refused(TransportKind::kClusterRing, "", "a group needs hosts that are neighbours",
+                 [](Communicator& communicator) { communicator.split(communicator.rank() % 2, 0, {}); });
+  expect_refused(TransportKind::kClusterLine, "", "pass the message on", [](Communicator& communicator) {
+    std::vector<float> array(3);
+    if (communicator.rank() == 0) {
+      Operation operation = send_of(DType::kFloat32, array.size(), array.data(), 3);
+      communicator.send(operation, 0, {});
+    }
+  });
+}
+
+TEST(HostsThatReachTheirNeighbours, FormGroupsThatAreALine) {
+  RankGroup group(ModeCase{5, 5, "", TransportKind::kClusterRing}.options());
+  const ReduceProblem problem = exact_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, 3);
+  group.run([&](Communicator& communicator) {
+    const auto some = communicator.split(communicator.rank() < 3 ? 0 : 1, 0, {});
+    if (communicator.rank() < 3) expect_reduced(*some, problem);
+    const auto ring = communicator.split(0, -communicator.rank(), {});
+    expect_reduced(*ring, exact_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, 5));
+  });
 }
 
 TEST(Order, IsPartOfWhatRanksCompare) {

@@ -120,6 +120,7 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store,
   context->ranks = places_;
   context->rank = rank;
   if (options_.transport == TransportKind::kClusterRelayed) context->direct_hosts = 2;
+  context->host_links = host_links();
   context->host_group = std::make_shared<PollingHostGroup>(
       hosts_[static_cast<std::size_t>(place.host)]->host_group(place.local),
       ranks_of_host(places_, place.host), context->progress);
@@ -134,20 +135,33 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store,
 ClusterContext::MakeNetwork RankGroup::network_maker(int rank, Store& store) const {
   SentCounters& sent = *sent_[static_cast<std::size_t>(rank)];
   if (mpi_ == nullptr)
-    return [&store, &sent, lost = std::make_shared<tcp::LostRanks>()](
+    return [this, &store, &sent, lost = std::make_shared<tcp::LostRanks>()](
                std::span<const int> members, int self, int channels, const std::string& name, bool in_store,
                const WaitOptions& waiting) {
       TcpOptions tcp = tcp_options(self, static_cast<int>(members.size()), channels);
       tcp.job = name;
       tcp.lost_ranks = lost;
       tcp.world.assign(members.begin(), members.end());
-      return counted(std::make_unique<TcpNetwork>(in_store ? &store : nullptr, tcp, waiting), sent.of(name));
+      auto network = std::make_unique<TcpNetwork>(in_store ? &store : nullptr, tcp, waiting);
+      return counted(std::move(network), sent.of(name), linked_peers(members, self));
     };
   return [session = mpi_->session(rank), &sent](std::span<const int> members, int self, int channels,
                                                 const std::string& name, bool, const WaitOptions&) {
     MpiOptions options = mpi_options(self, static_cast<int>(members.size()), channels, name);
     options.members.assign(members.begin(), members.end());
-    return counted(std::make_unique<MpiNetwork>(session, options), sent.of(name));
+    return counted(std::make_unique<MpiNetwork>(session, options), sent.of(name), nullptr);
+  };
+}
+
+HostLinks RankGroup::host_links() const {
+  if (options_.transport == TransportKind::kClusterRing) return HostLinks::kRing;
+  return options_.transport == TransportKind::kClusterLine ? HostLinks::kLine : HostLinks::kSwitch;
+}
+
+std::function<bool(int)> RankGroup::linked_peers(std::span<const int> members, int self) const {
+  return [this, self, world = std::vector<int>(members.begin(), members.end())](int peer) {
+    return have_link(host_links(), options_.hosts, host_of(world[static_cast<std::size_t>(self)]),
+                     host_of(world[static_cast<std::size_t>(peer)]));
   };
 }
 

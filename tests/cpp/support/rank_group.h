@@ -9,10 +9,12 @@
 #include <memory>
 #include <optional>
 #include <ostream>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "base/error.h"
+#include "base/host_links.h"
 #include "engine/communicator.h"
 #include "support/network/counting_network.h"
 #include "support/network/inproc_mpi.h"
@@ -26,11 +28,19 @@
 namespace multiring::testing {
 
 /// kClusterMpi: as kCluster, with MPI between hosts (InprocMpi). kClusterRelayed: as kCluster, with rounds
-/// that pass from host to host, as among many.
-enum class TransportKind { kInproc, kShm, kCluster, kClusterMpi, kClusterRelayed };
+/// that pass from host to host, as among many. kClusterRing, kClusterLine: only neighbours may connect.
+enum class TransportKind {
+  kInproc,
+  kShm,
+  kCluster,
+  kClusterMpi,
+  kClusterRelayed,
+  kClusterRing,
+  kClusterLine
+};
 inline constexpr TransportKind kTransports[] = {TransportKind::kInproc, TransportKind::kShm,
                                                 TransportKind::kCluster};
-/// "inproc", "shm", "cluster", "cluster_mpi" or "cluster_relayed".
+/// "inproc", "shm", "cluster", "cluster_mpi", ...
 const char* transport_name(TransportKind kind);
 inline void PrintTo(TransportKind kind, std::ostream* out) { *out << transport_name(kind); }
 
@@ -113,6 +123,9 @@ class RankGroup {
 
  private:
   int host_of(int rank) const;
+  HostLinks host_links() const;
+  /// Whether the `self`-th of `members`, world ranks, may connect with another one of them.
+  std::function<bool(int peer)> linked_peers(std::span<const int> members, int self) const;
   void build_cluster(const InprocHub::Options& options);
   void renew_mpi();
   /// Returns when all ranks have connected or failed to.

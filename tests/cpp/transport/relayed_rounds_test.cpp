@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/host_links.h"
 #include "collective/exchange.h"
 #include "support/errors.h"
 #include "support/operations.h"
@@ -31,10 +33,12 @@ std::vector<int> uneven_hosts(int count, int most) {
   return hosts;
 }
 
-std::vector<MirrorRoutes> routes_of_all(const std::vector<int>& hosts, int direct) {
+using RoutesOf = std::function<MirrorRoutes(const std::vector<int>& hosts, int rank)>;
+
+std::vector<MirrorRoutes> routes_of_all(const std::vector<int>& hosts, const RoutesOf& routes_of) {
   std::vector<MirrorRoutes> all;
   for (std::size_t rank = 0; rank < hosts.size(); ++rank)
-    all.push_back(mirror_routes(hosts, static_cast<int>(rank), direct));
+    all.push_back(routes_of(hosts, static_cast<int>(rank)));
   return all;
 }
 
@@ -53,9 +57,11 @@ std::pair<Sent, Sent> messages_of(const std::vector<MirrorRoutes>& all, std::siz
   return messages;
 }
 
-/// All data reaches each receiver once, from a rank that has it by then.
-void expect_all_comes(const std::vector<int>& hosts, int direct) {
-  const std::vector<MirrorRoutes> all = routes_of_all(hosts, direct);
+/// All data reaches each receiver once, from a rank that has it by then. `linked`: hosts that may send to
+/// each other; null: all may, and a rank sends another one message at most.
+void expect_all_comes(const std::vector<int>& hosts, const RoutesOf& routes_of,
+                      const std::function<bool(int, int)>& linked = nullptr) {
+  const std::vector<MirrorRoutes> all = routes_of_all(hosts, routes_of);
   std::vector<std::set<int>> has;
   for (std::size_t rank = 0; rank < hosts.size(); ++rank) has.push_back({static_cast<int>(rank)});
   std::set<std::pair<int, int>> streams;
@@ -65,7 +71,10 @@ void expect_all_comes(const std::vector<int>& hosts, int direct) {
     const std::vector<std::set<int>> had = has;
     for (const auto& [ends, ranks] : sent) {
       const auto [from, to] = ends;
-      ASSERT_TRUE(streams.insert(ends).second) << "a second message from " << from << " to " << to;
+      if (linked)
+        ASSERT_TRUE(linked(hosts[static_cast<std::size_t>(from)], hosts[static_cast<std::size_t>(to)]));
+      else
+        ASSERT_TRUE(streams.insert(ends).second) << "a second message from " << from << " to " << to;
       ASSERT_NE(hosts[static_cast<std::size_t>(from)], hosts[static_cast<std::size_t>(to)]);
       for (const int rank : ranks) {
         ASSERT_TRUE(had[static_cast<std::size_t>(from)].contains(rank));
@@ -90,7 +99,24 @@ TEST(MirrorRoutes, BringEverythingOnceToAllHosts) {
       for (const int most : {1, 2, 5}) {
         SCOPED_TRACE(std::to_string(count) + " hosts of up to " + std::to_string(most) + " ranks, direct " +
                      std::to_string(direct));
-        expect_all_comes(uneven_hosts(count, most), direct);
+        expect_all_comes(uneven_hosts(count, most), [direct](const std::vector<int>& hosts, int rank) {
+          return mirror_routes(hosts, rank, direct);
+        });
+      }
+}
+
+TEST(MirrorRoutes, AmongNeighboursPassEverythingOn) {
+  for (const HostLinks links : {HostLinks::kRing, HostLinks::kLine})
+    for (int count = 2; count <= 12; ++count)
+      for (const int most : {1, 2, 5}) {
+        SCOPED_TRACE(std::to_string(count) + " hosts of up to " + std::to_string(most) + " ranks, a " +
+                     host_links_name(links));
+        const auto routes = [links](const std::vector<int>& hosts, int rank) {
+          return neighbour_routes(hosts, rank, links == HostLinks::kRing);
+        };
+        expect_all_comes(uneven_hosts(count, most), routes, [&](int one, int other) {
+          return have_link(links, count, one / 3, other / 3);  // see uneven_hosts
+        });
       }
 }
 

@@ -81,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are [canonical]",
     )
     parser.add_argument(
+        "--host-links",
+        choices=("switch", "ring", "line"),
+        help="which hosts reach which: each each, or its neighbours in the order of -H alone [switch]",
+    )
+    parser.add_argument(
         "--interfaces",
         metavar="LIST",
         help="network interfaces between hosts, as eth0,10.0.0.0/8 or ^docker0 [all that are up]",
@@ -209,6 +214,7 @@ def _variables(args: argparse.Namespace) -> dict[str, str]:
         "MULTIRING_MODE": args.mode,
         "MULTIRING_ORDER": args.order,
         "MULTIRING_INTERFACES": args.interfaces,
+        "MULTIRING_HOST_LINKS": args.host_links,
     }
     return {name: value for name, value in given.items() if value}
 

@@ -1,6 +1,7 @@
 #include "support/network/counting_network.h"
 
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -9,8 +10,9 @@ namespace {
 
 class CountingNetwork final : public Network {
  public:
-  CountingNetwork(std::unique_ptr<Network> network, SentCounter& counter)
-      : network_(std::move(network)), counter_(counter) {}
+  CountingNetwork(std::unique_ptr<Network> network, SentCounter& counter,
+                  std::function<bool(int)> may_connect)
+      : network_(std::move(network)), counter_(counter), may_connect_(std::move(may_connect)) {}
 
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override {
     std::size_t bytes = 0;
@@ -26,10 +28,12 @@ class CountingNetwork final : public Network {
   std::string address() const override { return network_->address(); }
   void learn(int rank, const std::string& address) override { network_->learn(rank, address); }
   void connect(std::span<const Link> links, const WaitOptions& waiting) override {
+    check(links);
     network_->connect(links, waiting);
   }
   bool links_on_demand() const override { return network_->links_on_demand(); }
   WaitResult connect_on_demand(std::span<const Link> links, const WaitOptions& waiting) override {
+    check(links);
     return network_->connect_on_demand(links, waiting);
   }
   bool linked(const Link& link) const override { return network_->linked(link); }
@@ -60,6 +64,12 @@ class CountingNetwork final : public Network {
   void wake() override { network_->wake(); }
 
  private:
+  void check(std::span<const Link> links) const {
+    for (const Link& link : links)
+      if (may_connect_ && !may_connect_(link.peer))
+        throw Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " connects with rank " +
+                                              std::to_string(link.peer) + ", to whose host it has no link");
+  }
   WaitResult wait_for_an_abort(const WaitOptions& waiting) {
     waiting.deadline.start();
     for (;;) {
@@ -77,6 +87,7 @@ class CountingNetwork final : public Network {
 
   std::unique_ptr<Network> network_;
   SentCounter& counter_;
+  const std::function<bool(int)> may_connect_;
 };
 
 }  // namespace
@@ -88,8 +99,9 @@ SentCounter& SentCounters::of(const std::string& name) {
   throw std::invalid_argument("a network of no known kind: " + name);
 }
 
-std::unique_ptr<Network> counted(std::unique_ptr<Network> network, SentCounter& counter) {
-  return std::make_unique<CountingNetwork>(std::move(network), counter);
+std::unique_ptr<Network> counted(std::unique_ptr<Network> network, SentCounter& counter,
+                                 std::function<bool(int)> may_connect) {
+  return std::make_unique<CountingNetwork>(std::move(network), counter, std::move(may_connect));
 }
 
 }  // namespace multiring::testing

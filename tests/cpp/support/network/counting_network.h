@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -49,7 +50,9 @@ struct SentCounters {
   SentCounter& of(const std::string& name);
 };
 
-/// The given network, with what is sent on it counted.
-std::unique_ptr<Network> counted(std::unique_ptr<Network> network, SentCounter& counter);
+/// The given network, with what is sent on it counted. Connections with peers that `may_connect` says no to
+/// fail the test; null: none does.
+std::unique_ptr<Network> counted(std::unique_ptr<Network> network, SentCounter& counter,
+                                 std::function<bool(int peer)> may_connect = nullptr);
 
 }  // namespace multiring::testing
