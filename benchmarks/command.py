@@ -167,10 +167,12 @@ def _emulation(options: argparse.Namespace) -> Emulation | None:
         argparse.ArgumentTypeError: An option is wrong.
     """
     if options.emulate is None:
-        if options.rate is not None:
-            raise argparse.ArgumentTypeError("--rate is that of emulated hosts: give --emulate as well")
+        for name in ("rate", "cables"):
+            if getattr(options, name) is not None:
+                raise argparse.ArgumentTypeError(f"--{name} is of emulated hosts: give --emulate as well")
         return None
-    emulation = Emulation.parse(options.emulate, options.rate or "1gbit")
+    cables = f" --cables {options.cables}" if options.cables else ""
+    emulation = Emulation.parse(options.emulate, (options.rate or "1gbit") + cables)
     if options.ranks not in (None, emulation.size):
         raise argparse.ArgumentTypeError(
             f"-np {options.ranks} and --emulate {options.emulate} do not go together: leave -np out"
@@ -205,6 +207,11 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate",
         metavar="RATE",
         help="of an emulated host's link, or of each of its links, as 500mbit,500mbit [1gbit]",
+    )
+    parser.add_argument(
+        "--cables",
+        choices=("ring", "line"),
+        help="emulated hosts have no switch, but cables of --rate to the next host and the one before",
     )
     # What the process that starts the ranks tells them about itself.
     parser.add_argument("--shown-as", help=argparse.SUPPRESS)

@@ -116,10 +116,8 @@ class Report(Results):
             return {}
         emulation = Emulation.parse(*self.hosts.split(" --rate "))
         return {
-            f"eth{link}": [
-                sent / bytes_per_second(rate) / row.sample.median for sent in row.sent[f"eth{link}"]
-            ]
-            for link, rate in enumerate(emulation.rates)
+            link: [sent / bytes_per_second(rate) / row.sample.median for sent in row.sent[link]]
+            for link, rate in emulation.links.items()
         }
 
     def derived(self) -> dict[str, Any]:

@@ -21,9 +21,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
-__all__ = ["EmulatedHosts", "command_in", "why_not"]
+__all__ = ["CABLES", "EmulatedHosts", "command_in", "why_not"]
+
+# The devices of a host's cables, to the next host and to the one before.
+CABLES = ("next", "previous")
 
 _TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
 _PATIENCE = 10.0  # seconds
@@ -58,8 +61,8 @@ class EmulatedHosts:
         count: How many.
         rates: For each link of a host, in both directions, as `tc` takes it ("1gbit"); None: one link, as
             fast as the machine. All hosts have the same links, and each link a network of its own.
-        cables: "ring" or "line": besides, each host and the next, and in a ring the last and the first, have a
-            cable of their own, a network of two. Nothing passes from cable to cable.
+        cables: "ring" or "line": besides, each host and the next, and in a ring the last and the first, have
+            a cable of their own, a network of two. Nothing passes from cable to cable.
         cable_rate: Of each cable, as `rates`.
 
     Raises:
@@ -70,7 +73,7 @@ class EmulatedHosts:
         self,
         count: int,
         rates: Sequence[str] | None = None,
-        cables: Literal["", "ring", "line"] = "",
+        cables: str = "",
         cable_rate: str | None = None,
     ) -> None:
         self.count = count
@@ -153,18 +156,28 @@ class EmulatedHosts:
 
         for number, pair in enumerate(self._cables):
             self._lay_cable(number, pair)
+        for pair in self._cables:
+            for host, device in zip(pair, CABLES, strict=True):
+                self._await_carrier(host, device)
 
     def _lay_cable(self, number: int, hosts: tuple[int, int]) -> None:
         holders = [str(self._holders[host]) for host in hosts]
-        devices = [f"cable{number}e{end}" for end in range(2)]  # of which one host may have both
-        ends = ["netns", holders[0], "type", "veth", "peer", "name", devices[1], "netns", holders[1]]
-        _run("ip", "link", "add", devices[0], *ends)
-        for end, (host, device) in enumerate(zip(hosts, devices, strict=True)):
+        ends = ["netns", holders[0], "type", "veth", "peer", "name", CABLES[1], "netns", holders[1]]
+        _run("ip", "link", "add", CABLES[0], *ends)
+        for end, (host, device) in enumerate(zip(hosts, CABLES, strict=True)):
             self._run(host, "ip", "addr", "add", f"10.94.{number}.{end + 1}/24", "dev", device)
             self._run(host, "ip", "link", "set", device, "up")
             if self._cable_rate is not None:
                 limit = ["root", "tbf", "rate", self._cable_rate, "burst", _BURST, "latency", _LATENCY]
                 self._run(host, "tc", "qdisc", "add", "dev", device, *limit)
+
+    def _await_carrier(self, host: int, device: str) -> None:
+        """The kernel tells a little later that both ends are up."""
+        until = time.monotonic() + _PATIENCE
+        while "LOWER_UP" not in self._run(host, "ip", "-brief", "link", "show", device):
+            if time.monotonic() > until:
+                raise OSError(f"the cable {device!r} of host {host} is not up after {_PATIENCE:.0f} s")
+            time.sleep(0.01)
 
     def _connect(self, host: int, link: int, bridge: str, rate: str | None) -> None:
         port, device, switch = _port(host, link), _device(link), self.count

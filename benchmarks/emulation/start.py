@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from multiring.benchmarks import launch
-from multiring.benchmarks.emulation.hosts import EmulatedHosts, command_in, why_not
+from multiring.benchmarks.emulation.hosts import CABLES, EmulatedHosts, command_in, why_not
 from multiring.commands.launcher.job import run_job
 from multiring.commands.launcher.rank_starter import JobOptions
 from multiring.errors import UsageError
@@ -38,15 +38,17 @@ class Emulation:
         hosts: How many.
         ranks: On each of them.
         rates: Of each link of a host, as `tc` takes it.
+        cables: "ring" or "line": there is no switch, and the one rate is that of cables between neighbours.
     """
 
     hosts: int
     ranks: int
     rates: tuple[str, ...]
+    cables: str = ""
 
     @classmethod
     def parse(cls, layout: str, rates: str) -> Emulation:
-        """From `--emulate 2x4` and `--rate 1gbit` or `--rate 500mbit,500mbit`.
+        """From `--emulate 2x4` and `--rate 1gbit`, `--rate 500mbit,500mbit` or `--rate 1gbit --cables ring`.
 
         Raises:
             argparse.ArgumentTypeError: A text is something else.
@@ -56,10 +58,13 @@ class Emulation:
             raise argparse.ArgumentTypeError(
                 f"{layout!r} is no layout: give hosts x ranks on each, such as 2x4; from 2 to 250 hosts"
             )
+        rates, _, cables = rates.partition(" --cables ")
         links = tuple(rates.split(","))
+        if cables and (len(links) > 1 or int(match[1]) < 3):
+            raise argparse.ArgumentTypeError("--cables is for three hosts or more, and takes one --rate")
         for rate in links:
             bytes_per_second(rate)
-        return cls(int(match[1]), int(match[2]), links)
+        return cls(int(match[1]), int(match[2]), links, cables)
 
     @property
     def size(self) -> int:
@@ -69,11 +74,34 @@ class Emulation:
     @property
     def bytes_per_second(self) -> float:
         """Of a host's links together, in each direction."""
-        return sum(map(bytes_per_second, self.rates))
+        return sum(map(bytes_per_second, self.links.values()))
+
+    @property
+    def links(self) -> dict[str, str]:
+        """The rate of each link of a host, by its device."""
+        if self.cables:
+            return dict.fromkeys(CABLES, self.rates[0])
+        return {f"eth{link}": rate for link, rate in enumerate(self.rates)}
+
+    def connect(self) -> EmulatedHosts:
+        """The hosts, to be entered."""
+        if self.cables:
+            return EmulatedHosts(self.hosts, None, self.cables, self.rates[0])
+        return EmulatedHosts(self.hosts, self.rates)
+
+    def settings(self) -> dict[str, str]:
+        """Variables of the ranks."""
+        if not self.cables:
+            return {}
+        return {
+            "MULTIRING_HOST_LINKS": self.cables,
+            "MULTIRING_INTERFACES": EmulatedHosts.cables_network(),
+        }
 
     def __str__(self) -> str:
         """As it is written on the command line."""
-        return f"{self.hosts}x{self.ranks} --rate {','.join(self.rates)}"
+        cables = f" --cables {self.cables}" if self.cables else ""
+        return f"{self.hosts}x{self.ranks} --rate {','.join(self.rates)}{cables}"
 
 
 def bytes_per_second(rate: str) -> float:
@@ -107,13 +135,14 @@ def start(emulation: Emulation, arguments: Sequence[str], *, mpi: bool) -> int:
         )
     with ExitStack() as stack:
         try:
-            hosts = stack.enter_context(EmulatedHosts(emulation.hosts, emulation.rates))
+            hosts = stack.enter_context(emulation.connect())
         except OSError as error:
             raise UsageError(f"the hosts {emulation} cannot be emulated: {error}") from error
         environ = {
             HOSTS: ",".join(map(str, hosts.process_ids)),
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **emulation.settings(),
         }
         if mpi:
             return _start_mpi(emulation, hosts, arguments, environ)

@@ -45,7 +45,7 @@ class Traffic:
             (comm.local_rank, comm.cross_rank, mine)
         )
         hosts = [found for local, _, found in sorted(everyone, key=lambda one: one[:2]) if local == 0]
-        return {name: [host.get(name, 0.0) for host in hosts] for name in sorted(hosts[0])}
+        return {name: [host.get(name, 0.0) for host in hosts] for name in sorted(set().union(*hosts))}
 
 
 def sent_bytes(text: str | None = None) -> dict[str, int]:

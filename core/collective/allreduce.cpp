@@ -1,7 +1,7 @@
 // The algorithm depends on the size and on where ranks and buffers are, which all ranks read in each other's
-// descriptors, so all choose the same. The bits of the result do not depend on it: every algorithm adds in
-// the canonical order (base/arithmetic/reduction.h), and rounds the same sums with a half-precision
-// comm_dtype.
+// descriptors, so all choose the same. Unless any order is allowed, the bits of the result do not depend on
+// it: every algorithm adds in the canonical order (base/arithmetic/reduction.h), and rounds the same sums
+// with a half-precision comm_dtype.
 //
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
@@ -37,6 +37,8 @@ bool planned(Exchange& exchange, const Descriptor& descriptor) {
   const std::size_t bytes = descriptor.bytes;
   if (transport.shares_memory()) return false;
   const bool rounded = is_rounded(descriptor.key.comm_dtype);
+  // Chains would round other sums of each chunk.
+  if (rounded && descriptor.key.order != Order::kAny && !transport.fully_linked()) return false;
   if (const AllreduceAlgorithm* const algorithm = exchange.plans().algorithm(bytes, rounded);
       algorithm != nullptr)
     return bytes > 0 && !algorithm->staged;

@@ -65,7 +65,6 @@ PointToPoint::PointToPoint(Exchange& exchange)
 void PointToPoint::send(const OperationCall& call, const Operation& operation, std::int64_t tag) {
   Transport& transport = exchange_.transport();
   const int destination = operation.descriptor.key.root;
-  require_link(call, destination);
   MailboxState& mailbox = sent_[static_cast<std::size_t>(destination)];
   const MailboxLock mailbox_lock(exchange_, mailbox, call, destination);
   const std::size_t chunk_bytes = transport.mailbox_chunk_bytes();
@@ -91,15 +90,6 @@ void PointToPoint::send(const OperationCall& call, const Operation& operation, s
   if (!result.ok()) throw_unsent(call, result, destination);
 }
 
-void PointToPoint::require_link(const OperationCall& call, int peer) const {
-  const Transport& transport = exchange_.transport();
-  if (!transport.has_link(exchange_.rank(), peer))
-    exchange_.throw_usage_of(call, "its host " + transport.host(peer) + " is no neighbour of " +
-                                       transport.host(exchange_.rank()) +
-                                       " (MULTIRING_HOST_LINKS): pass the message on from rank to rank, or "
-                                       "use a collective");
-}
-
 void PointToPoint::throw_unsent(const OperationCall& call, const WaitResult& result, int destination) {
   try {
     exchange_.throw_for_peer(call, result, destination);
@@ -123,7 +113,6 @@ std::string PointToPoint::describe_mutual_send(int peer) {
 void PointToPoint::receive(const OperationCall& call, Operation& operation, std::int64_t tag) {
   Transport& transport = exchange_.transport();
   const int source = operation.descriptor.key.root;
-  require_link(call, source);
   MailboxState& mailbox = received_[static_cast<std::size_t>(source)];
   const MailboxLock mailbox_lock(exchange_, mailbox, call, source);
   std::size_t segments = 1;

@@ -41,8 +41,6 @@ class PointToPoint {
   };
   class MailboxLock;
 
-  /// Raises a usage error if no message can go to or from the host of `peer`.
-  void require_link(const OperationCall& call, int peer) const;
   [[noreturn]] void throw_unsent(const OperationCall& call, const WaitResult& result, int destination);
   void accept(const OperationCall& call, Operation& operation, const Envelope& envelope,
               std::int64_t tag) const;

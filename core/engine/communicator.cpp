@@ -29,10 +29,9 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       point_to_point_(exchange_),
       symmetric_(transport_->rank()),
       tuning_(options_.tuning) {
-  if (!options_.mode.empty())
-    exchange_.plans().force_mode(parse_mode(options_.mode), *transport_, options_.order);
-  if (!options_.tuning.empty())
-    exchange_.plans().set_tuning(Tuning::parse(options_.tuning), *transport_, options_.order);
+  if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
+  warn_of_rings();
+  if (!options_.tuning.empty()) exchange_.plans().set_tuning(Tuning::parse(options_.tuning), *transport_);
   exchange_.set_elsewhere(
       {.waits =
            [this](int peer) { return CommunicatorList::find_other_wait(this, transport_->world_rank(peer)); },
@@ -41,6 +40,16 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
              return CommunicatorList::find_other_end(this, transport_->world_rank(peer));
            }});
   CommunicatorList::add(this);
+}
+
+void Communicator::warn_of_rings() const {
+  if (options_.order == Order::kAny || rank() != 0 || !options_.warn || options_.mode.empty()) return;
+  if (std::ranges::any_of(parse_mode(options_.mode), needs_any_order))
+    options_.warn(
+        "mode " + options_.mode +
+        " has a ring, which adds in another order than the canonical one: only allreduces that allow "
+        "any order use it, and the others a pairwise exchange or a chain in its place. "
+        "MULTIRING_ORDER=any allows all to");
 }
 
 std::string Communicator::wait_on_this_rank(int world_rank) const {
@@ -80,7 +89,7 @@ void Communicator::set_tuning(const std::string& tuning) {
   if (busy_ || !queue_.empty())
     throw Error(ErrorKind::kUsage,
                 "communicator '" + name() + "' cannot be tuned while operations are in progress");
-  exchange_.plans().set_tuning(std::move(parsed), *transport_, options_.order);
+  exchange_.plans().set_tuning(std::move(parsed), *transport_);
   tuning_ = tuning;
 }
 
@@ -195,6 +204,9 @@ void Communicator::complete(Operation& operation) const {
     descriptor.key.comm_dtype = CommDtype::kDefault;
   const bool has_order = descriptor.key.kind == OpKind::kAllreduce;
   if (descriptor.key.order == Order::kDefault && has_order) descriptor.key.order = options_.order;
+  // In shared memory there is one order only, and all may be fused.
+  if (descriptor.key.order == Order::kAny && has_order && transport_->shares_memory())
+    descriptor.key.order = Order::kCanonical;
   if (descriptor.key.order == Order::kCanonical && !has_order) descriptor.key.order = Order::kDefault;
   if (descriptor.bytes >= kMinSymmetricBytes && operation.pieces.empty() && traits.reduces)
     symmetric_.locate_buffers(operation, transport_->shares_memory());
@@ -239,6 +251,12 @@ void Communicator::run_point_to_point(Operation& operation, const CallOptions& o
   validate(operation, rank(), size(), name());
   if (operation.descriptor.key.root == rank())
     throw_usage(operation, "a rank cannot send to or receive from itself");
+  if (const int peer = operation.descriptor.key.root;
+      !transport_->fully_linked() && !transport_->has_link(rank(), peer))
+    throw_usage(operation, "its host " + transport_->host(peer) + " is no neighbour of " +
+                               transport_->host(rank()) +
+                               " (MULTIRING_HOST_LINKS): pass the message on from rank to rank, or use a "
+                               "collective");
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();

@@ -151,6 +151,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void abandon();
 
  private:
+  void warn_of_rings() const;
   class OperationLock;
 
   void complete(Operation& operation) const;

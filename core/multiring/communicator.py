@@ -37,7 +37,8 @@ class Communicator(Collectives):
       not overlap it otherwise.
     - Reductions combine in one canonical order, a balanced binary tree over the rank numbers, so the bits of
       a result depend on the inputs and the number of ranks only, and are the same on all ranks. Where an
-      allreduce crosses hosts in half precision (`comm_dtype`), they depend on the placement as well.
+      allreduce crosses hosts in half precision (`comm_dtype`), or may add in any order (`order`), they
+      depend on the placement as well.
     - `timeout` is in seconds; None means the communicator's default (MULTIRING_TIMEOUT).
     - A synchronous call first waits for the asynchronous ones submitted before it. The `_async` forms return
       a `Work` at once and run on a progress thread.

@@ -323,7 +323,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     meant = [name.removeprefix(PREFIX) for name, each in known.items() if not each.set_by_launcher]
 
     def nearest(name: str) -> str:
-        near = difflib.get_close_matches(name.removeprefix(PREFIX), meant, n=1)
+        near = difflib.get_close_matches(name.removeprefix(PREFIX), meant, n=1, cutoff=0.7)
         return PREFIX + near[0] if near else ""
 
     return {name: nearest(name) for name in unknown}

@@ -43,8 +43,8 @@ class CrossingKeywords(TypedDict, total=False):
 
     comm_dtype: CommDtypeName | None
     """The dtype in which float32 crosses: "bfloat16" and "float16" take half of the time on the network and
-    are rounded, once for each host and once for the result; "float32" is exact. MULTIRING_COMM_DTYPE if None.
-    See docs/compression.md."""
+    are rounded, once for each host (and on a ring on the way) and for the result; "float32" is exact.
+    MULTIRING_COMM_DTYPE if None. See docs/compression.md."""
     order: OrderName | None
     """"any" lets it add in the order of its algorithm, a ring's among them; "canonical" gives the same bits
     wherever ranks are. MULTIRING_ORDER if None. See docs/tuning.md."""

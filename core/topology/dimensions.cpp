@@ -88,12 +88,6 @@ std::string format_mode(const Mode& mode) {
   return text;
 }
 
-Mode without_rings(Mode mode, Algorithm other) {
-  for (Dimension& dimension : mode)
-    if (dimension.algorithm == Algorithm::kRing) dimension.algorithm = other;
-  return mode;
-}
-
 void require_fit(const Mode& mode, const Cluster& cluster) {
   const std::string name = "mode " + format_mode(mode);
   if (!cluster.regular())

@@ -48,8 +48,10 @@ MULTIRING_API std::string algorithm_letters();
 MULTIRING_API Mode parse_mode(std::string_view text);
 MULTIRING_API std::string format_mode(const Mode& mode);
 
-/// The same with `other` in place of every ring.
-MULTIRING_API Mode without_rings(Mode mode, Algorithm other);
+/// Whether a dimension adds in another order than the canonical one.
+constexpr bool needs_any_order(const Dimension& dimension) {
+  return dimension.algorithm == Algorithm::kRing && dimension.size > 2;
+}
 
 /// Raises a usage error with the numbers unless `mode` fits: its product is the number of ranks, its first
 /// dimension that of ranks on each host, and only the last dimension uses recursive doubling, which leaves

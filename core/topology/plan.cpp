@@ -29,7 +29,7 @@ Mode resolve(Mode mode, const Cluster& cluster, bool rounded) {
 
 void require_canonical(const Mode& mode) {
   for (const Dimension& dimension : mode)
-    if (dimension.algorithm == Algorithm::kRing && dimension.size > 2)
+    if (needs_any_order(dimension))
       throw Error(ErrorKind::kUsage,
                   "mode " + format_mode(mode) + ": a ring of " + std::to_string(dimension.size) +
                       " ranks adds in the order of the ring, not in the canonical one; take the pairwise "

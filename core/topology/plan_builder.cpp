@@ -1,6 +1,7 @@
 #include "topology/plan_builder.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "topology/stripes.h"
@@ -107,21 +108,23 @@ void PlanBuilder::reduce_across(int dimension) {
 
 /// Half of the elements goes round in each direction: a link to a neighbour carries as much each way.
 void PlanBuilder::divide_into_directions() {
+  const std::vector<int> host_of = plan_.cluster().host_of_rank();
+  const auto first_host = [&](const Cell& cell) { return host_of[static_cast<std::size_t>(cell.owners[0])]; };
+  std::map<int, std::size_t> count;  // of the cells of the same hosts
+  for (const Cell& cell : cells_) ++count[first_host(cell)];
+  std::map<int, bool> next;
   std::vector<Cell> cells;
-  for (std::size_t index = 0; index < cells_.size(); ++index) {
-    if (cells_.size() % 2 == 0) {
-      cells.push_back(cells_[index]);
-      cells.back().backward = index % 2 == 1;
+  for (const Cell& cell : cells_) {
+    if (count[first_host(cell)] % 2 == 0) {
+      bool& backward = next[first_host(cell)];
+      cells.push_back({cell.range, cell.channel, cell.owners, backward});
+      backward = !backward;
       continue;
     }
     for (const bool backward : {false, true}) {
-      const Range whole = cells_[index].range;
-      const Range half = aligned_block_range(whole.size(), 2, backward ? 1 : 0, plan_.granule());
-      cells.push_back({{whole.begin + half.begin, whole.begin + half.end},
-                       cells_[index].channel,
-                       cells_[index].owners,
-                       backward});
-      if (half.empty()) cells.pop_back();
+      const Range half = aligned_block_range(cell.range.size(), 2, backward ? 1 : 0, plan_.granule());
+      const Range range{cell.range.begin + half.begin, cell.range.begin + half.end};
+      if (!range.empty()) cells.push_back({range, cell.channel, cell.owners, backward});
     }
   }
   cells_ = std::move(cells);

@@ -15,6 +15,16 @@ DType carried_dtype(const Operation& operation) {
   return is_rounded(comm_dtype) ? rounded_dtype(comm_dtype) : operation.dtype();
 }
 
+/// In any order sums of many hosts are rounded on the way: those of an average are divided before, so that
+/// they stay in the range of float16.
+Reduction rounded_reduction(const Operation& operation, int ranks) {
+  Reduction reduction = operation.reduction();
+  if (operation.descriptor.key.order != Order::kAny || reduction.op != ReduceOp::kAverage) return reduction;
+  reduction.op = ReduceOp::kSum;
+  reduction.prescale /= ranks;
+  return reduction;
+}
+
 }  // namespace
 
 ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const OperationCall& call,
@@ -35,7 +45,8 @@ ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const OperationCall& call
       waiting_(call.waiting) {
   waiting_.brief = true;  // all are in the operation
   const bool rounded = is_rounded(operations[0]->descriptor.key.comm_dtype);
-  if (rounded) rounded_.emplace(carried_, operations[0]->reduction(), exchange.size(), order_);
+  if (rounded)
+    rounded_.emplace(carried_, rounded_reduction(*operations[0], exchange.size()), exchange.size(), order_);
   PlanCache& plans = exchange.plans();
   const AllreduceAlgorithm* const given = plans.algorithm(bytes_, rounded);
   const AllreduceAlgorithm algorithm = given != nullptr ? *given : AllreduceAlgorithm{};

@@ -9,6 +9,11 @@ namespace {
 // Plans of one channel do not depend on speeds. Messages are striped over interfaces below.
 constexpr Interface kAnyInterface{1e9, 0.0};
 
+/// Whether in which order elements are added, or which sums of them are rounded, depends on their chunk.
+bool depends_on_chunk(Algorithm algorithm, bool rounded) {
+  return algorithm == Algorithm::kRing || (rounded && algorithm == Algorithm::kChain);
+}
+
 }  // namespace
 
 void PlanCache::find_cluster(const Transport& transport) {
@@ -27,9 +32,13 @@ void PlanCache::find_cluster(const Transport& transport) {
 
 Mode PlanCache::mode_for(const Request& request) const {
   const bool any = request.order == Order::kAny;
-  if (!request.mode.empty())
-    return any ? request.mode
-               : without_rings(request.mode, fully_linked_ ? Algorithm::kPairwise : Algorithm::kChain);
+  if (!request.mode.empty()) {
+    Mode mode = request.mode;
+    for (Dimension& dimension : mode)
+      if (dimension.algorithm && !any && depends_on_chunk(*dimension.algorithm, request.rounded))
+        dimension.algorithm = fully_linked_ ? Algorithm::kPairwise : Algorithm::kChain;
+    return mode;
+  }
   if (fully_linked_) return {};
   Mode mode = flat_mode(cluster_);
   mode.back().algorithm = any && is_ring_ ? Algorithm::kRing : Algorithm::kChain;
@@ -47,11 +56,11 @@ Plan PlanCache::plan(const Request& request) const {
   return Plan(cluster_, options);
 }
 
-void PlanCache::require_plan(const Mode& mode, Order order, const Transport& transport) const {
+void PlanCache::require_plan(const Mode& mode, const Transport& transport) const {
   require_fit(mode, cluster_);
-  // Enough elements for every rank to have some.
-  const Plan made =
-      plan({.count = kCacheLine * static_cast<std::size_t>(cluster_.size()), .order = order, .mode = mode});
+  // Enough elements for every rank to have some. What takes the place of rings fits as well.
+  const std::size_t count = kCacheLine * static_cast<std::size_t>(cluster_.size());
+  const Plan made = plan({.count = count, .order = Order::kAny, .mode = mode});
   for (const Step& step : made.steps())
     for (int hop = 0; !fully_linked_ && hop < hop_count(step); ++hop)
       for_each_transfer(made, step, hop, [&](const Transfer& transfer) {
@@ -64,17 +73,17 @@ void PlanCache::require_plan(const Mode& mode, Order order, const Transport& tra
       });
 }
 
-void PlanCache::force_mode(Mode mode, const Transport& transport, Order order) {
+void PlanCache::force_mode(Mode mode, const Transport& transport) {
   find_cluster(transport);
-  require_plan(mode, order, transport);
+  require_plan(mode, transport);
   forced_.mode = std::move(mode);
 }
 
-void PlanCache::set_tuning(Tuning tuning, const Transport& transport, Order order) {
+void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
   find_cluster(transport);
   if (tuning.layout() != layout_text(cluster_)) tuning = {};
   for (const Tuning::SizeClass& each : tuning.classes())
-    if (!each.algorithm.mode.empty()) require_plan(each.algorithm.mode, order, transport);
+    if (!each.algorithm.mode.empty()) require_plan(each.algorithm.mode, transport);
   tuning_ = std::move(tuning);
 }
 

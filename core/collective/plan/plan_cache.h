@@ -31,17 +31,18 @@ class MULTIRING_API PlanCache {
     /// they depend on the ranks and the mode alone, never on the count.
     bool rounded = false;
     Order order = Order::kCanonical;
-    Mode mode;  ///< empty: automatic; in the canonical order its rings are others, as hosts are linked
+    /// Empty: automatic. In the canonical order others take the place of rings, and, if rounded, of chains.
+    Mode mode;
     auto operator<=>(const Request&) const = default;
   };
 
   /// All allreduces of at least one byte use plans of this mode, whatever the tuning. Raises a usage error
-  /// unless the mode fits the ranks, the order and the links between hosts.
-  void force_mode(Mode mode, const Transport& transport, Order order = Order::kCanonical);
+  /// unless the mode fits the ranks and the links between hosts.
+  void force_mode(Mode mode, const Transport& transport);
   /// Replaces the tuning. It counts if its layout is that of these hosts and ranks, and not for allreduces
   /// that round between hosts, whose bits may not depend on the size. Raises a usage error where a mode does
-  /// not fit the ranks, the order or the links.
-  void set_tuning(Tuning tuning, const Transport& transport, Order order = Order::kCanonical);
+  /// not fit the ranks or the links.
+  void set_tuning(Tuning tuning, const Transport& transport);
   /// The forced or tuned algorithm of an allreduce of so many bytes; null: neither.
   const AllreduceAlgorithm* algorithm(std::size_t bytes, bool rounded) const;
   /// This rank's schedule. The same requests give schedules that match on all ranks. Least recently used ones
@@ -56,7 +57,7 @@ class MULTIRING_API PlanCache {
   void find_cluster(const Transport& transport);
   Mode mode_for(const Request& request) const;
   Plan plan(const Request& request) const;
-  void require_plan(const Mode& mode, Order order, const Transport& transport) const;
+  void require_plan(const Mode& mode, const Transport& transport) const;
 
   Cluster cluster_;            // empty: not yet found
   bool fully_linked_ = true;   // each host with each

@@ -107,7 +107,12 @@ class Scheduler {
     const auto position = [&](int rank) {
       return static_cast<std::size_t>(std::ranges::find(ranks, rank) - ranks.begin());
     };
-    std::vector<Summed> after = summed;
+    struct Arrival {
+      std::size_t at;
+      Range range;
+      std::vector<int> ranks;
+    };
+    std::vector<Arrival> arrivals;                    // count after the hop
     std::map<std::size_t, RankSchedule::Join> joins;  // by the range's begin
     std::vector<Range> handed_over;
     for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) {
@@ -120,20 +125,22 @@ class Scheduler {
       if (transfer.to == rank_ && result)
         out.receives.push_back(result_message(transfer.from, transfer.range));
       if (result) return;
-      const std::vector<int>& came = summed[position(transfer.from)].of(transfer.range);
+      Summed& source = summed[position(transfer.from)];
+      const std::vector<int>& came = source.of(transfer.range);
       if (transfer.to == rank_) {
         RankSchedule::Join& join = joins[transfer.range.begin];
         join.range = transfer.range;
         out.receives.push_back(receive(transfer.from, transfer.range, nodes_of(came), join));
       }
-      after[position(transfer.to)].add(transfer.range, came);
+      arrivals.push_back({position(transfer.to), transfer.range, came});
+      if (transfer.kind == TransferKind::kHandOver) source.later.erase(transfer.range.begin);
     });
+    for (const auto& [at, range, ranks_of_sum] : arrivals) summed[at].add(range, ranks_of_sum);
     for (auto& [begin, join] : joins) {
-      finish(join, after[position(rank_)].of(join.range));
+      finish(join, summed[position(rank_)].of(join.range));
       out.joins.push_back(std::move(join));
     }
     for (const Range range : handed_over) drop(range);
-    summed = std::move(after);
   }
 
   /// Allocates room for what comes, the sums one after the other.

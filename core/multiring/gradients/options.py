@@ -161,6 +161,8 @@ def check_options(rank: int, options: ReducerOptions) -> None:
             f"rank {rank}: comm_dtype is '{options.comm_dtype}' and compression is {options.compression}; "
             "gradients take one of them"
         )
+    if options.compression is not None and options.order == "any":
+        raise UsageError(f"rank {rank}: compression is {options.compression}, which adds in one order only")
 
 
 def check_parameters(rank: int, specs: Sequence[ParameterSpec], options: ReducerOptions) -> None:

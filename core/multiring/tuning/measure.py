@@ -60,7 +60,7 @@ class Measured:
 
 
 def candidates(ranks: Sequence[int]) -> list[Algorithm]:
-    """The algorithms among hosts of so many ranks; all give the same bits."""
+    """The algorithms among hosts of so many ranks; all give the same bits, unless any order is allowed."""
     modes = [ROUNDS, AUTO]
     each, hosts = ranks[0], len(ranks)
     if len(set(ranks)) == 1:

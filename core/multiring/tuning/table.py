@@ -144,7 +144,7 @@ class _Reader:
 
     def _require_fit(self, place: str, mode: str, ranks: Sequence[int]) -> None:
         request = native.PlanRequest()
-        request.count, request.mode = 1, mode
+        request.count, request.mode, request.order = 1, mode, "any"  # the core replaces rings where it has to
         try:
             native.Plan(native.Cluster(list(ranks), [native.Interface(1e9, 0.0)]), request)
         except UsageError as error:

@@ -237,6 +237,8 @@ std::vector<GroupCase> many_hosts() {
     for (const std::size_t staging : {1024, 4097})
       cases.push_back({TransportKind::kCluster, hosts == 3 ? 7 : 4, staging, false, hosts});
   cases.push_back({TransportKind::kClusterMpi, 7, 4097, false, 3});
+  cases.push_back({TransportKind::kClusterRing, 7, 4097, false, 5});
+  cases.push_back({TransportKind::kClusterLine, 5, 1024, false, 4});
   return cases;
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -262,10 +263,8 @@ TEST(HostsThatReachTheirNeighbours, RefuseWhatWouldNeedOthers) {
                  [](Communicator& communicator) { communicator.split(communicator.rank() % 2, 0, {}); });
   expect_refused(TransportKind::kClusterLine, "", "pass the message on", [](Communicator& communicator) {
     std::vector<float> array(3);
-    if (communicator.rank() == 0) {
-      Operation operation = send_of(DType::kFloat32, array.size(), array.data(), 3);
-      communicator.send(operation, 0, {});
-    }
+    Operation operation = send_of(DType::kFloat32, array.size(), array.data(), 3);
+    if (communicator.rank() == 0) communicator.send(operation, 0, {});
   });
 }
 
@@ -308,12 +307,34 @@ TEST(Order, OneCallMayDifferFromTheJob) {
   });
 }
 
-TEST(Order, ARingNeedsAnyOrder) {
-  ModeCase each{4, 4, "1x4r"};
-  GroupOptions options = each.options();
+TEST(Order, ARingIsForThoseThatAllowAnyOrder) {
+  GroupOptions options = ModeCase{4, 4, "1x4r"}.options();
   options.communicator.order = Order::kCanonical;
+  std::vector<std::string> warnings;
+  std::mutex mutex;
+  options.communicator.warn = [&](const std::string& text) {
+    const std::lock_guard lock(mutex);
+    warnings.push_back(text);
+  };
   RankGroup group(options);
-  expect_all_raised(group.outcomes([](Communicator&) {}), ErrorKind::kUsage, "MULTIRING_ORDER=any");
+  const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, 4);
+  group.run([&](Communicator& communicator) {
+    expect_reduced(communicator, problem);
+    EXPECT_FALSE(reduced(communicator, problem, Order::kAny) == problem.expected);
+  });
+  ASSERT_EQ(warnings.size(), 1u);
+  expect_text(warnings[0], "MULTIRING_ORDER=any");
+}
+
+TEST(Order, AnAverageInHalfPrecisionStaysInRange) {
+  RankGroup group(ModeCase{6, 6, "1x6r"}.options());
+  ReduceProblem problem{DType::kFloat32, {ReduceOp::kAverage}, 20001, {}, {}};
+  problem.inputs.assign(6, encoded(DType::kFloat32, std::vector<int>(20001, 30000)));
+  group.run([&](Communicator& communicator) {
+    const Bytes found = reduced(communicator, problem, Order::kDefault, CommDtype::kFloat16);
+    for (std::size_t i = 0; i < problem.count; ++i)
+      ASSERT_NEAR(value_at(DType::kFloat32, found, i), 30000.0, 16 * 6) << i;  // of 2^-11 for each rank
+  });
 }
 
 }  // namespace

@@ -269,6 +269,8 @@ INSTANTIATE_TEST_SUITE_P(Groups, CollectivesTest, ::testing::ValuesIn(all_group_
 std::vector<GroupCase> many_hosts() {
   return {{TransportKind::kCluster, 7, 1024, false, 3},
           {TransportKind::kCluster, 4, 1024, false, 4},
+          {TransportKind::kClusterRing, 7, 1024, false, 5},
+          {TransportKind::kClusterLine, 5, 1024, false, 4},
           {TransportKind::kClusterMpi, 5, 1024, false, 3}};
 }
 

@@ -158,6 +158,8 @@ std::vector<GroupCase> many_hosts() {
   for (const auto& [ranks, hosts] : {std::pair{2, 2}, {3, 2}, {4, 2}, {7, 2}, {3, 3}, {7, 3}, {4, 4}})
     cases.push_back({TransportKind::kCluster, ranks, 16 * 1024, false, hosts});
   cases.push_back({TransportKind::kCluster, 4, 4097, false, 2});
+  cases.push_back({TransportKind::kClusterRing, 7, 16 * 1024, false, 5});
+  cases.push_back({TransportKind::kClusterLine, 4, 16 * 1024, false, 4});
   return cases;
 }
 
@@ -203,6 +205,23 @@ TEST(CommDtypeInModes, AllRanksHaveTheSameBits) {
       for (const Bytes& each_rank : found) EXPECT_TRUE(each_rank == found[0]) << each.mode;
     }
   }
+}
+
+// On chains and rings what is rounded would depend on the chunk.
+TEST(CommDtypeInModes, ChainsAndRingsGiveWayInCanonicalOrder) {
+  const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 20480, 4);
+  std::vector<Bytes> found;
+  for (const char* const mode : {"1x4", "1x4c", "1x4r"}) {
+    GroupOptions options(TransportKind::kCluster, 4, 4096);
+    options.hosts = 4;
+    options.communicator.mode = mode;
+    RankGroup(options).run([&](Communicator& communicator) {
+      const Bytes result = reduced(communicator, problem, CommDtype::kBFloat16);
+      if (communicator.rank() == 0) found.push_back(result);
+    });
+  }
+  EXPECT_TRUE(found[1] == found[0]);
+  EXPECT_TRUE(found[2] == found[0]);
 }
 
 TEST(CommDtypeOnOneHost, NothingIsRounded) {

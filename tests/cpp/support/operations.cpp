@@ -122,8 +122,6 @@ std::vector<GroupCase> all_group_cases() {
   std::vector<GroupCase> cases = group_cases({1, 2, 3, 4, 7}, {kSmallStaging});
   cases.push_back({TransportKind::kClusterMpi, 4, kSmallStaging});
   cases.push_back({TransportKind::kClusterRelayed, 7, kSmallStaging, false, 5});
-  cases.push_back({TransportKind::kClusterRing, 7, kSmallStaging, false, 5});
-  cases.push_back({TransportKind::kClusterLine, 4, kSmallStaging, false, 4});
   return cases;
 }
 

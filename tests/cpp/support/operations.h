@@ -102,7 +102,7 @@ inline const std::size_t kDefaultStaging = JobSettings{}.staging_bytes;
 /// Both transports with each of `sizes` and each of `stagings`.
 std::vector<GroupCase> group_cases(const std::vector<int>& sizes, const std::vector<std::size_t>& stagings);
 /// The same with 1, 2, 3, 4 and 7 ranks and small staging memory, four ranks with MPI between their hosts,
-/// seven on five hosts that pass rounds on, and on five in a ring, and four on hosts in a line.
+/// and seven on five hosts that pass rounds on.
 std::vector<GroupCase> all_group_cases();
 /// These, and inproc with a core for each rank.
 std::vector<GroupCase> crowded_and_roomy_cases();

@@ -2,6 +2,8 @@
 
 #include "topology/plan.h"
 
+#include <array>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -205,6 +207,25 @@ TEST(Plan, SegmentsCoverTheLargestChunk) {
   const Plan plan(make_cluster(std::vector{2, 2}, {{1e9, 0.0}}), options);
   EXPECT_EQ(plan.segments(), ((1U << 18) + 999) / 1000);
   EXPECT_EQ(Plan(plan.cluster(), options_for({}, 1 << 20)).segments(), 1U);
+}
+
+// Half of what a host sends in a dimension of rings goes each way.
+TEST(Plan, RingsGoBothWaysAtOnce) {
+  for (const char* const mode : {"1x4r", "2x4r", "3x3r", "1x4rx3r", "2x4px3r", "1x3px4r", "2x5rx3r"}) {
+    const Cluster cluster = cluster_of(parse_mode(mode));
+    const Plan plan(cluster, options_for(parse_mode(mode), 720'000, Order::kAny));
+    const std::vector<int> host_of = cluster.host_of_rank();
+    for (const Step& step : plan.steps()) {
+      if (step.algorithm != Algorithm::kRing) continue;
+      std::map<int, std::array<std::size_t, 2>> sent;  // by host
+      for (const Group& group : step.groups)
+        for (const int rank : group.ranks)
+          sent[host_of[static_cast<std::size_t>(rank)]][group.backward ? 1 : 0] += group.range.size();
+      for (const auto& [host, ways] : sent)
+        EXPECT_NEAR(static_cast<double>(ways[0]), static_cast<double>(ways[1]), 0.01 * 720'000)
+            << mode << ", host " << host;
+    }
+  }
 }
 
 TEST(Plan, RefusesRingsWhereTheOrderMatters) {

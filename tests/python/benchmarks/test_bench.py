@@ -40,7 +40,7 @@ WRONG = {
     "allreduce --emulate 1x4": "'1x4' is no layout: give hosts x ranks on each, such as 2x4",
     "allreduce --emulate 2x2 --rate 1gbit,": "'' is no rate: give such as 1gbit",
     "allreduce --emulate 2x2 -np 3": "-np 3 and --emulate 2x2 do not go together",
-    "allreduce --rate 1gbit": "--rate is that of emulated hosts: give --emulate as well",
+    "allreduce --rate 1gbit": "--rate is of emulated hosts: give --emulate as well",
     "allreduce --plot results.jpg": "has to end in .png: results.jpg",
     "allreduce --json .": "--json . is a directory",
     "allreduce --json /no/such/place/x.json": "/no/such/place is no directory that can be written to",
