@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -14,7 +14,8 @@ import numpy.typing as npt
 from multiring import Communicator, _core
 from multiring.errors import UsageError
 from multiring.models.peers.gloo import GlooGroup
-from multiring.types import CommDtypeName
+from multiring.tuning.table import Algorithm, SizeClass, Tuning, ranks_of_hosts
+from multiring.types import CommDtypeName, OrderName
 
 __all__ = ["PEERS", "Call", "Contender", "Elsewhere", "FloatArray", "make_contenders"]
 
@@ -102,6 +103,26 @@ class Narrow(Ordinary):
     def prepare(self, count: int) -> tuple[FloatArray, Call]:
         x, allreduce, comm_dtype = self.array(count), self._comm.allreduce, self._comm_dtype
         return x, lambda: allreduce(x, out=x, comm_dtype=comm_dtype)
+
+
+class InMode(Ordinary):
+    """The same by plans of another mode, on a communicator of its own."""
+
+    def __init__(self, comm: Communicator, mode: str) -> None:
+        own = comm.split(0)
+        assert own is not None  # all ranks are in it
+        super().__init__(own)
+        tuning = Tuning(ranks_of_hosts(comm._core.hosts), (SizeClass(1, Algorithm(mode)),))
+        self._comm._core.set_tuning(tuning.text)
+        self._order: OrderName = "any" if "r" in mode else "canonical"
+        self.name = f"{Ordinary.name} {mode}"
+
+    def prepare(self, count: int) -> tuple[FloatArray, Call]:
+        x, allreduce, order = self.array(count), self._comm.allreduce, self._order
+        return x, lambda: allreduce(x, out=x, order=order)
+
+    def close(self) -> None:
+        self._comm.close()
 
 
 class Symmetric(Ordinary):
@@ -199,12 +220,13 @@ def installed_peers() -> list[str]:
 
 
 def make_contenders(
-    comm: Communicator, peers: list[str], comm_dtype: CommDtypeName | None
+    comm: Communicator, peers: list[str], comm_dtype: CommDtypeName | None, modes: Sequence[str] = ()
 ) -> list[Contender[FloatArray]]:
     """All that are measured, in the order of the table."""
     contenders: list[Contender[FloatArray]] = [Ordinary(comm)]
     if comm_dtype is not None:
         contenders.append(Narrow(comm, comm_dtype))
+    contenders += [InMode(comm, mode) for mode in modes]
     if comm.cross_size == 1:
         symmetric = Symmetric(comm)
         contenders = [symmetric, *contenders, Limit(comm, symmetric)]

@@ -91,6 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "float16"),
         help="measure also what crosses from host to host in half precision",
     )
+    parser.add_argument(
+        "--modes",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="LIST",
+        help="measure also plans of these modes, as 1x4r,1x4c; those with rings add in any order",
+    )
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> Report:
@@ -102,7 +109,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
             not come back from it.
     """
     contenders: list[Contender[FloatArray] | Elsewhere] = [
-        *make_contenders(comm, args.peers, args.comm_dtype)
+        *make_contenders(comm, args.peers, args.comm_dtype, args.modes)
     ]
     mpich = None if args.mpich is None else _add_mpich(comm, contenders, args)
     task = Sum(comm.rank, comm.size)

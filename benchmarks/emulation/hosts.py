@@ -120,6 +120,9 @@ class EmulatedHosts:
         """The host's links are down, without anybody being told."""
         for link in range(len(self._rates)):
             self._run(self.count, "ip", "link", "set", _port(host, link), "down")
+        for pair in self._cables:
+            if host in pair:
+                self._run(host, "ip", "link", "set", CABLES[pair.index(host)], "down")
 
     def slow_down(self, host: int, rate: str, queue: str = "1500kb") -> None:
         """What the host sends takes this rate from now on, behind a queue of so many bytes as switches have.

@@ -174,6 +174,28 @@ def test_hosts_that_reach_their_neighbours_only(emulate: Callable[..., EmulatedH
     assert max(hosts.sent_bytes(host, 0) for host in range(4)) < 300_000, "the store alone goes there"
 
 
+@pytest.mark.parametrize("cables", ["ring", "line"])
+def test_a_loss_is_told_from_neighbour_to_neighbour(
+    emulate: Callable[..., EmulatedHosts], cables: str
+) -> None:
+    """Of three jobs: a rank that is killed in rounds, one within a chain, and a host that is cut off."""
+    hosts, layout = emulate(4, None, cables), [1] * 4
+    env = {"MULTIRING_HOST_LINKS": cables, "MULTIRING_INTERFACES": hosts.cables_network()}
+    jobs = [
+        start(hosts, layout, LOOP, count, "allreduce", job=job, **env)
+        for job, count in enumerate((SMALL, LARGE, LARGE))
+    ]
+    for ranks in jobs[:2]:
+        await_running(ranks)
+        killed = time.monotonic()
+        ranks[2].kill()
+        ranks[2].communicate()
+        for process in (*ranks[:2], ranks[3]):
+            assert "lost rank 2 on emulated2" in told(process, killed, CLOSED_SECONDS)
+    for name, lost, message in told_when_cut(hosts, layout, jobs[2:]):
+        assert names_one(lost, message), (name, message)
+
+
 def await_running(ranks: Ranks) -> None:
     for process in ranks:
         assert process.stdout.readline() == "running\n", process.communicate()
