@@ -43,7 +43,9 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
 }
 
 void Communicator::warn_of_rings() const {
-  if (options_.order == Order::kAny || rank() != 0 || !options_.warn || options_.mode.empty()) return;
+  const bool is_world = name() == CommunicatorOptions().name;  // the others have its settings
+  if (options_.order == Order::kAny || rank() != 0 || !options_.warn || options_.mode.empty() || !is_world)
+    return;
   if (std::ranges::any_of(parse_mode(options_.mode), needs_any_order))
     options_.warn(
         "mode " + options_.mode +

@@ -20,15 +20,15 @@ __all__ = [
     "check_crossing",
     "comm_dtype_name",
     "explain_arguments",
-    "native_comm_dtype",
     "native_crossing",
-    "native_order",
     "native_reduction",
     "reduce_op",
 ]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+K = TypeVar("K", bound=str)
+N = TypeVar("N")
 
 
 class ScaleKeywords(TypedDict, total=False):
@@ -103,14 +103,14 @@ def reduce_op(name: str) -> native.ReduceOp:
         raise UsageError(f"op is {name!r}; accepted: {', '.join(_OPS)}") from None
 
 
-def native_comm_dtype(name: CommDtypeName | None) -> native.CommDtype:
-    """The native counterpart of what crosses from host to host; raises UsageError if there is none."""
+def _native(what: str, known: Mapping[K, N], default: N, name: K | None) -> N:
+    """The native counterpart of a name; raises UsageError if there is none."""
     if name is None:
-        return native.CommDtype.DEFAULT
+        return default
     try:
-        return _COMM_DTYPES[name]
+        return known[name]
     except (KeyError, TypeError):
-        raise UsageError(f"comm_dtype is {name!r}; accepted: {', '.join(_COMM_DTYPES)} and None") from None
+        raise UsageError(f"{what} is {name!r}; accepted: {', '.join(known)} and None") from None
 
 
 def comm_dtype_name(comm_dtype: native.CommDtype) -> CommDtypeName:
@@ -118,21 +118,14 @@ def comm_dtype_name(comm_dtype: native.CommDtype) -> CommDtypeName:
     return next(name for name, known in _COMM_DTYPES.items() if known == comm_dtype)
 
 
-def native_order(name: OrderName | None) -> native.Order:
-    """The native counterpart of an order of additions; raises UsageError if there is none."""
-    if name is None:
-        return native.Order.DEFAULT
-    try:
-        return _ORDERS[name]
-    except (KeyError, TypeError):
-        raise UsageError(f"order is {name!r}; accepted: {', '.join(_ORDERS)} and None") from None
-
-
 def native_crossing(
     comm_dtype: CommDtypeName | None = None, order: OrderName | None = None
 ) -> tuple[native.CommDtype, native.Order]:
     """The native counterpart of how an allreduce crosses hosts; raises UsageError for unknown names."""
-    return native_comm_dtype(comm_dtype), native_order(order)
+    return (
+        _native("comm_dtype", _COMM_DTYPES, native.CommDtype.DEFAULT, comm_dtype),
+        _native("order", _ORDERS, native.Order.DEFAULT, order),
+    )
 
 
 def native_reduction(

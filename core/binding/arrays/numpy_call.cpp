@@ -84,21 +84,14 @@ bool take_op(PyObject* object, ReduceOp* op) {
   return false;
 }
 
-bool take_comm_dtype(PyObject* object, CommDtype* comm_dtype) {
+/// What `find` makes of a name; None leaves the default.
+template <class Enum>
+bool take_named(PyObject* object, std::optional<Enum> (*find)(std::string_view), Enum* value) {
   std::string_view text;
   if (object == Py_None) return true;
   if (!take_text(object, &text)) return false;
-  const std::optional<CommDtype> found = find_comm_dtype(text);
-  if (found) *comm_dtype = *found;
-  return found.has_value();
-}
-
-bool take_order(PyObject* object, Order* order) {
-  std::string_view text;
-  if (object == Py_None) return true;
-  if (!take_text(object, &text)) return false;
-  const std::optional<Order> found = find_order(text);
-  if (found) *order = *found;
+  const std::optional<Enum> found = find(text);
+  if (found) *value = *found;
   return found.has_value();
 }
 
@@ -110,8 +103,8 @@ bool take_crossing(PyObject* object, MatchKey* key) {
   while (PyDict_Next(object, &position, &name, &value) != 0) {
     std::string_view text;
     if (!take_text(name, &text)) return false;
-    const bool known = text == "comm_dtype" ? take_comm_dtype(value, &key->comm_dtype)
-                                            : text == "order" && take_order(value, &key->order);
+    const bool known = text == "comm_dtype" ? take_named(value, &find_comm_dtype, &key->comm_dtype)
+                                            : text == "order" && take_named(value, &find_order, &key->order);
     if (!known) return false;
   }
   return true;

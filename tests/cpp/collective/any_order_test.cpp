@@ -321,6 +321,7 @@ TEST(Order, ARingIsForThoseThatAllowAnyOrder) {
   group.run([&](Communicator& communicator) {
     expect_reduced(communicator, problem);
     EXPECT_FALSE(reduced(communicator, problem, Order::kAny) == problem.expected);
+    expect_reduced(*communicator.split(0, 0, {}), problem);
   });
   ASSERT_EQ(warnings.size(), 1u);
   expect_text(warnings[0], "MULTIRING_ORDER=any");
