@@ -111,21 +111,21 @@ def main(args: argparse.Namespace) -> int:
     benchmark = _load(name)
     options = _parse(name, benchmark, words)
     _check_outputs(options)
-    place = launch_environment.detect()
+    placement = launch_environment.detect()
     # A rank chooses for itself what the process that started it has chosen: MPI only where mpirun did it.
-    options.peers = launch.choose_peers(options.peers, place.launcher)
-    if options.mpich is not None and place.launcher == "none":
+    options.peers = launch.choose_peers(options.peers, placement.launcher)
+    if options.mpich is not None and placement.launcher == "none":
         find_mpich(options.mpich)  # said before anything starts
-    if place.launcher == "none":
+    if placement.launcher == "none":
         arguments, mpi = [name, *words, *_seen_by_ranks(options)], "mpi" in options.peers
         if options.emulation is not None:
             return emulated_start.start(options.emulation, arguments, mpi=mpi)
         ranks = DEFAULT_RANKS if options.ranks is None else options.ranks
         return launch.start(arguments, ranks, mpi=mpi)
     if options.emulation is not None and emulated_start.HOSTS not in os.environ:
-        raise UsageError(f"--emulate starts its own ranks: leave {place.launcher} out")
-    options.launcher = place.launcher
-    return _run_rank(name, benchmark, options, place)
+        raise UsageError(f"--emulate starts its own ranks: leave {placement.launcher} out")
+    options.launcher = placement.launcher
+    return _run_rank(name, benchmark, options, placement)
 
 
 def _load(name: str) -> Benchmark:
@@ -246,9 +246,9 @@ def _seen_by_ranks(options: argparse.Namespace) -> list[str]:
     return words
 
 
-def _run_rank(name: str, benchmark: Benchmark, options: argparse.Namespace, place: Placement) -> int:
+def _run_rank(name: str, benchmark: Benchmark, options: argparse.Namespace, placement: Placement) -> int:
     # Before anything starts threads, which then stay on this processor, too.
-    before = launch.pin(place, emulated=options.emulation is not None)
+    before = launch.pin(placement, emulated=options.emulation is not None)
     comm = multiring.init()
     code = 0
     try:

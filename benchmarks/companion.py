@@ -169,10 +169,10 @@ def main(directory: str) -> None:
                         answer = companion.describe()
                     else:
                         answer = getattr(companion, what)(**arguments)
-                    told = {"answer": answer}
+                    reply = {"answer": answer}
                 except Exception as error:
-                    told = {"error": f"{type(error).__name__}: {error}"}
-                stream.write(json.dumps(told) + "\n")
+                    reply = {"error": f"{type(error).__name__}: {error}"}
+                stream.write(json.dumps(reply) + "\n")
                 stream.flush()
 
 

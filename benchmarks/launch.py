@@ -227,18 +227,20 @@ def run_mpi(command: Sequence[str], environ: Mapping[str, str]) -> int:
     return exit_code(process.code or 0)
 
 
-def pin(place: Placement, *, emulated: bool = False) -> list[int]:
+def pin(placement: Placement, *, emulated: bool = False) -> list[int]:
     """Puts this rank onto one processor; returns those that it could use before.
 
     Where there are enough, the ranks stand as far apart as `multiring run` puts them, and so not on two
     hardware threads of one core while another core is idle.
 
     Args:
-        place: The rank's place in the job.
+        placement: The rank's place in the job.
         emulated: Whether all hosts are this machine.
     """
     cpus = machine.allowed_cpus()
-    rank, size = (place.rank, place.size) if emulated else (place.local_rank, place.local_size)
+    rank, size = (
+        (placement.rank, placement.size) if emulated else (placement.local_rank, placement.local_size)
+    )
     apart = max(1, len(cpus) // size)
     os.sched_setaffinity(0, {cpus[rank * apart % len(cpus)]})
     return cpus

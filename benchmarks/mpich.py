@@ -197,10 +197,10 @@ class Mpich(Elsewhere):
             line = ""
         if not line:
             raise InternalError(f"{NAME}'s rank {self._comm.rank} has ended; what {NAME} says of it is above")
-        told = json.loads(line)
-        if "error" in told:
-            raise InternalError(f"{NAME} on rank {self._comm.rank}: {told['error']}")
-        return told["answer"]
+        reply = json.loads(line)
+        if "error" in reply:
+            raise InternalError(f"{NAME} on rank {self._comm.rank}: {reply['error']}")
+        return reply["answer"]
 
 
 def _make_directory(ranks: int) -> str:

@@ -11,7 +11,7 @@ import multiring
 from multiring import Communicator, config
 from multiring.errors import MultiringError, UsageError
 from multiring.rendezvous import launch_environment
-from multiring.rendezvous.joined import TOLD_KEY, tell_launcher
+from multiring.rendezvous.joined import EXPLAINED_KEY, tell_launcher
 
 __all__ = ["has_to_start", "run_rank", "start_ranks"]
 
@@ -48,11 +48,11 @@ def run_rank(command: str, ranks: int | None, run: Callable[[Communicator], int]
             raise UsageError(f"-np {ranks} was given inside a job of {comm.size} ranks; leave it out")
         code = run(comm)
         if code:
-            tell_launcher(config.load(), TOLD_KEY)
+            tell_launcher(config.load(), EXPLAINED_KEY)
         return code
     except (MultiringError, OSError) as error:
         if isinstance(error, UsageError):
-            tell_launcher(config.load(), TOLD_KEY)
+            tell_launcher(config.load(), EXPLAINED_KEY)
         # All ranks have the same options; where one alone has raised, rank 0 is aborted with what it says.
         if comm.rank == 0 or not isinstance(error, multiring.AbortedError | UsageError):
             print(f"{command}: rank {comm.rank}: {type(error).__name__}: {error}", file=sys.stderr)

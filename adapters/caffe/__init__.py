@@ -11,7 +11,7 @@ solver.step(1000)   # weights come from rank 0, gradients are averaged over all 
 from __future__ import annotations
 
 from multiring.caffe.callback import SolverCallback
-from multiring.caffe.state import broadcast_parameters
+from multiring.caffe.solver_state import broadcast_parameters
 from multiring.metrics import average_metrics, batch_weight
 from multiring.state.broadcast import broadcast_object
 

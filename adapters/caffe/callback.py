@@ -18,7 +18,7 @@ import numpy as np
 from multiring.arrays import address_of, checksum
 from multiring.caffe.passes import BackwardPasses
 from multiring.caffe.shape import Array, Blob, Parameter, Solver, learned_blobs
-from multiring.caffe.state import SolverState
+from multiring.caffe.solver_state import SolverState
 from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec

@@ -19,7 +19,7 @@ import_chainer()
 from multiring.chainer.communicator import ChainerCommunicator, create_communicator  # noqa: E402
 from multiring.chainer.factory import create_multi_node_optimizer  # noqa: E402
 from multiring.chainer.optimizer import MultiNodeOptimizer  # noqa: E402
-from multiring.chainer.state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+from multiring.chainer.state_broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from multiring.chainer.sync_batch_normalization import (  # noqa: E402
     SyncBatchNormalization,
     convert_sync_batch_normalization,

@@ -14,7 +14,15 @@ import numpy as np
 
 import chainer
 from multiring import Communicator
-from multiring.chainer.arrays import Array, check_dtype, check_same_dtype, is_array, on_device, place, to_host
+from multiring.chainer.arrays import (
+    Array,
+    check_dtype,
+    check_same_dtype,
+    is_array,
+    on_device,
+    to_device,
+    to_host,
+)
 
 __all__ = ["allgather", "allreduce", "alltoall", "bcast", "gather", "mean", "scatter"]
 
@@ -54,12 +62,12 @@ def _pieces(flat: Array, shapes: Sequence[tuple[int, ...]], device: bool) -> tup
     """Cut a flat array into arrays of these shapes."""
     ends = np.cumsum([math.prod(shape) for shape in shapes])
     parts = np.split(flat, ends[:-1])
-    return tuple(place(part.reshape(shape), device) for part, shape in zip(parts, shapes, strict=True))
+    return tuple(to_device(part.reshape(shape), device) for part, shape in zip(parts, shapes, strict=True))
 
 
 def allreduce(comm: Communicator, x: Any) -> Any:
     form = _form("allreduce", x)
-    return place(comm.allreduce(to_host(x), name="chainer allreduce"), form.device).reshape(form.shape)
+    return to_device(comm.allreduce(to_host(x), name="chainer allreduce"), form.device).reshape(form.shape)
 
 
 def mean(comm: Communicator, x: Any, out: Any) -> None:
@@ -68,7 +76,7 @@ def mean(comm: Communicator, x: Any, out: Any) -> None:
     form = _form("multi-node mean", source)
     if on_device(out):
         average = comm.allreduce(to_host(source), op="average", name="chainer mean")
-        out[...] = place(average, True).reshape(form.shape)
+        out[...] = to_device(average, True).reshape(form.shape)
     else:
         comm.allreduce(to_host(source), op="average", out=out, name="chainer mean")
     if chainer.is_debug() and not np.isfinite(to_host(out)).all():
@@ -80,7 +88,7 @@ def bcast(comm: Communicator, x: Any, root: int) -> Any:
     form: _Form = _from_root(comm, root, lambda: _form("bcast", x))
     data = to_host(x) if comm.rank == root else np.empty(form.shape, form.dtype)
     comm.broadcast(data, root, out=data, name="chainer bcast")
-    return x if comm.rank == root else place(data, form.device)
+    return x if comm.rank == root else to_device(data, form.device)
 
 
 def gather(comm: Communicator, x: Any, root: int) -> tuple[Any, ...] | None:
@@ -117,7 +125,7 @@ def scatter(comm: Communicator, xs: Any, root: int) -> Any:
         data, splits = np.empty(0, forms[0].dtype), [0] * comm.size
     received = comm.alltoall(data, splits, name="chainer scatter")
     mine = forms[comm.rank]
-    return place(received[0].reshape(mine.shape), mine.device)
+    return to_device(received[0].reshape(mine.shape), mine.device)
 
 
 def _scatter_forms(xs: Any, size: int) -> list[_Form]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import chainer
 from chainer.backends import cuda
 
-__all__ = ["Array", "check_dtype", "check_same_dtype", "is_array", "on_device", "place", "to_host"]
+__all__ = ["Array", "check_dtype", "check_same_dtype", "is_array", "on_device", "to_device", "to_host"]
 
 Array = NDArray[Any]
 
@@ -38,7 +38,7 @@ def to_host(x: Any) -> Array:
     return np.asarray(cuda.to_cpu(x), order="C")
 
 
-def place(x: Array, device: bool) -> Any:
+def to_device(x: Array, device: bool) -> Any:
     """`x` where its receiver wants it: on the current device, or in host memory."""
     return chainer.backends.cuda.cupy.asarray(x) if device else x
 

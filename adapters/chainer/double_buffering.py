@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 import chainer
-from multiring.chainer.gradients import GradientSlots
+from multiring.chainer.gradient_slots import GradientSlots
 from multiring.chainer.optimizer import MultiNodeOptimizer
 from multiring.errors import MultiringError, UsageError
 from multiring.gradients.reducer import GradientReducer

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from multiring import Communicator
-from multiring.chainer.arrays import check_dtype, check_same_dtype, is_array, on_device, place, to_host
+from multiring.chainer.arrays import check_dtype, check_same_dtype, is_array, on_device, to_device, to_host
 from multiring.errors import UsageError
 
 __all__ = ["Mailbox"]
@@ -137,7 +137,7 @@ class Mailbox:
             return _Letter(tag, True, rest[0], data.nbytes)
         is_tuple, device, content = rest
         staged = [self._comm.recv(source) for _ in range(content)] if isinstance(content, int) else content
-        arrays = tuple(place(x, device) for x in staged)
+        arrays = tuple(to_device(x, device) for x in staged)
         nbytes = sum(x.nbytes for x in staged)
         return _Letter(tag, False, arrays if is_tuple else arrays[0], nbytes)
 

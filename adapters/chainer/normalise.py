@@ -8,7 +8,7 @@ import numpy as np
 
 import chainer
 from multiring import Communicator
-from multiring.chainer.arrays import Array, on_device, place, to_host
+from multiring.chainer.arrays import Array, on_device, to_device, to_host
 
 __all__ = ["Normalise", "Statistics", "local_moments"]
 
@@ -50,8 +50,8 @@ class Normalise(chainer.Function):
         x, gamma, beta = inputs
         statistics = self._statistics
         device = on_device(x)
-        self._mean = place(statistics.mean, device)
-        self._scale = place(1.0 / np.sqrt(statistics.variance + self._eps), device)
+        self._mean = to_device(statistics.mean, device)
+        self._scale = to_device(1.0 / np.sqrt(statistics.variance + self._eps), device)
         y = x.astype(_working_dtype(x), copy=False) - _per_channel(self._mean, x)
         y *= _per_channel(self._scale * gamma, x)
         y += _per_channel(beta, x)
@@ -68,7 +68,7 @@ class Normalise(chainer.Function):
         weighted = _channel_sums(product) * self._scale
         sums = np.stack([to_host(plain), to_host(weighted)])
         self._comm.allreduce(sums, op="sum", out=sums, name=f"{self._name} backward", comm_dtype="float32")
-        means = place(sums / max(self._statistics.samples, 1.0), on_device(x))
+        means = to_device(sums / max(self._statistics.samples, 1.0), on_device(x))
         factor = self._scale * gamma
         # factor * (gradient - mean of gradients - normalised * mean of (gradient * normalised))
         deviation *= _per_channel(-factor * self._scale * means[1], x)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import chainer
 from multiring.chainer.communicator import ChainerCommunicator, as_chainer_communicator
-from multiring.chainer.gradients import (
+from multiring.chainer.gradient_slots import (
     GradientSlots,
     fill_with_zeros,
     identities,
@@ -21,7 +21,7 @@ from multiring.chainer.gradients import (
 )
 from multiring.chainer.groups import Group
 from multiring.chainer.overlap import watched_gradients
-from multiring.chainer.state import (
+from multiring.chainer.state_broadcast import (
     broadcast_optimizer_state,
     broadcast_parameters,
     state_digest,

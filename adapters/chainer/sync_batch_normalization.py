@@ -6,7 +6,7 @@ from typing import Any
 
 import chainer
 from chainer import links
-from multiring.chainer.arrays import on_device, place
+from multiring.chainer.arrays import on_device, to_device
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.chainer.normalise import Normalise, Statistics, local_moments
 from multiring.derived import derived
@@ -115,7 +115,7 @@ class SyncBatchNormalization(links.BatchNormalization):
         unbiased = statistics.variance * (statistics.samples / (statistics.samples - 1))
         for running, value in ((self.avg_mean, statistics.mean), (self.avg_var, unbiased)):
             running *= decay
-            running += place((1.0 - decay) * value, on_device(running)).astype(running.dtype)
+            running += to_device((1.0 - decay) * value, on_device(running)).astype(running.dtype)
 
 
 def convert_sync_batch_normalization(link: chainer.Link, comm: Group = None) -> chainer.Link:

@@ -23,7 +23,7 @@ except ImportError as _error:
 from multiring.jax.batch_norm import BatchStatistics, batch_statistics, sync_batch_norm
 from multiring.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from multiring.jax.errors import raise_errors
-from multiring.jax.gradients import (
+from multiring.jax.gradient_functions import (
     Participation,
     average_gradients,
     average_partial_gradients,
@@ -31,7 +31,7 @@ from multiring.jax.gradients import (
     join,
     value_and_grad,
 )
-from multiring.jax.state import broadcast_parameters
+from multiring.jax.state_broadcast import broadcast_parameters
 from multiring.jax.state_check import check_state
 from multiring.jax.trees import grouped_allreduce, sync_buffers
 from multiring.lazy import lazy_names as _lazy_names

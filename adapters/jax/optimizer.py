@@ -12,7 +12,7 @@ from multiring.errors import UsageError
 from multiring.gradients.model_check import check_same
 from multiring.gradients.options import BucketKeywords
 from multiring.jax.arguments import resolve
-from multiring.jax.gradients import gradient_options, reduce_gradients, reduce_partial
+from multiring.jax.gradient_functions import gradient_options, reduce_gradients, reduce_partial
 from multiring.jax.state_check import check_leaves
 from multiring.jax.trees import named_leaves
 from multiring.reductions import explain_arguments
@@ -133,8 +133,8 @@ def distribute(
         held, any_active = state.held + 1, state.active | counts
 
         def now() -> tuple[Any, Any, Any]:
-            told = None if active is None else any_active
-            return *apply(sums, state.inner, params, told, extra), jax.tree.map(jnp.zeros_like, sums)
+            given = None if active is None else any_active
+            return *apply(sums, state.inner, params, given, extra), jax.tree.map(jnp.zeros_like, sums)
 
         def later() -> tuple[Any, Any, Any]:
             return jax.tree.map(jnp.zeros_like, sums), state.inner, sums

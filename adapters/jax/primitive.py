@@ -25,8 +25,8 @@ __all__ = [
     "Collective",
     "Shape",
     "block_rows",
-    "place_in_program",
     "run",
+    "site_in_program",
 ]
 
 Shape = tuple[int, ...]
@@ -231,7 +231,7 @@ batching.primitive_batchers[collective_p] = _batch
 # start sends, since every end comes after the last start.
 
 
-def place_in_program(ctx: Any, queue: int, site: str | None) -> tuple[str, str]:
+def site_in_program(ctx: Any, queue: int, site: str | None) -> tuple[str, str]:
     """What tells the name of a call from those of others: the same on all ranks that run the same program, of
     whatever shapes, and whatever else they have compiled. And the counters of the branches and loops around
     it, a line each."""
@@ -244,7 +244,7 @@ def place_in_program(ctx: Any, queue: int, site: str | None) -> tuple[str, str]:
 
 
 def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
-    place, inside = place_in_program(ctx, call.queue, call.site)
+    place, inside = site_in_program(ctx, call.queue, call.site)
     attributes: dict[str, Any] = {
         "queue": np.int64(call.queue),
         "kind": np.int64(native.OpKind.__members__[call.kind.upper()].value),

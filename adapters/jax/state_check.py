@@ -18,7 +18,7 @@ from multiring.jax.arguments import DTYPES, resolve
 from multiring.jax.control_flow import ffi_call
 from multiring.jax.internals import COLLECTIVE, abstract_token
 from multiring.jax.library import CHECK, number_of, thread_effect
-from multiring.jax.primitive import place_in_program
+from multiring.jax.primitive import site_in_program
 from multiring.jax.trees import named, named_leaves
 from multiring.state.advice import advice_in_general
 
@@ -124,7 +124,7 @@ def _without_results(arrays: Sequence[Any], *_: Any, check: StateCheck) -> Any:
 
 def _lower(ctx: Any, *operands: Any, check: StateCheck) -> Any:
     token = ctx.tokens_in.get(COLLECTIVE)
-    place, inside = place_in_program(ctx, check.queue, check.site)
+    place, inside = site_in_program(ctx, check.queue, check.site)
     name = check.name + place
     results = ffi_call(
         ctx,

@@ -15,8 +15,8 @@ adapters of frameworks are compared with.
 from __future__ import annotations
 
 from multiring.metrics import average_metrics, batch_weight
-from multiring.numpy.gradients import GradientBuckets
-from multiring.numpy.state import broadcast_parameters, sync_buffers
+from multiring.numpy.gradient_buckets import GradientBuckets
+from multiring.numpy.state_broadcast import broadcast_parameters, sync_buffers
 from multiring.state.broadcast import broadcast_object
 
 __all__ = [

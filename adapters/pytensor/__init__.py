@@ -22,8 +22,8 @@ from multiring.metrics import average_metrics, batch_weight
 from multiring.pytensor import in_place as _in_place  # noqa: F401  # registers itself
 from multiring.pytensor import numba_calls as _numba_calls  # noqa: F401  # registers itself
 from multiring.pytensor.collectives import allgather, allreduce, broadcast, grouped_allreduce
-from multiring.pytensor.gradients import DistributedGradients, Reduced
-from multiring.pytensor.state import broadcast_parameters, sync_buffers
+from multiring.pytensor.distributed_gradients import DistributedGradients, Reduced
+from multiring.pytensor.state_broadcast import broadcast_parameters, sync_buffers
 from multiring.pytensor.updates import distribute_updates, grad
 from multiring.state.broadcast import broadcast_object
 

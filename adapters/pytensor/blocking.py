@@ -216,12 +216,12 @@ def _in_order(nodes: Sequence[Apply], ancestors: Sequence[int]) -> Iterator[Appl
     free: list[tuple[int, int]] = []
     done = 0
     while waiting or free:
-        for place in [place for place, before in waiting.items() if not before & ~done]:
-            del waiting[place]
-            heapq.heappush(free, (nodes[place].op.number, place))
-        _, place = heapq.heappop(free)
-        done |= 1 << place
-        yield nodes[place]
+        for position in [position for position, before in waiting.items() if not before & ~done]:
+            del waiting[position]
+            heapq.heappush(free, (nodes[position].op.number, position))
+        _, position = heapq.heappop(free)
+        done |= 1 << position
+        yield nodes[position]
 
 
 class RefuseForeignLinkers(GraphRewriter):

@@ -48,8 +48,8 @@ class Collective(BlockingOp):
 
     def connection_pattern(self, node: Apply) -> list[list[bool]]:
         """Each result depends on its own array, if that is made of floating numbers."""
-        places = range(self.count)
-        own = [[i == j and _is_float(node.inputs[i]) for j in places] + [False] for i in places]
+        indices = range(self.count)
+        own = [[i == j and _is_float(node.inputs[i]) for j in indices] + [False] for i in indices]
         return [*own, [False] * (self.count + 1)]
 
     @abstractmethod
@@ -63,8 +63,8 @@ class Collective(BlockingOp):
         known = [i for i in range(self.count) if not isinstance(tangents[i].type, DisconnectedType)]
         result: list[Variable] = [disconnected_type() for _ in outputs]
         found = self.derivative([tangents[i] for i in known], f"{self.name}/tangent") if known else []
-        for place, tangent in zip(known, found, strict=True):
-            result[place] = tangent
+        for index, tangent in zip(known, found, strict=True):
+            result[index] = tangent
         return result
 
 
@@ -86,8 +86,8 @@ class Allreduce(Collective):
         """Submit all, wait for all."""
         reserve_name(self.comm, "pytensor", self.name)
         works = []
-        for place, array in enumerate(inputs):
-            name = self.name if self.count == 1 else f"{self.name}[{place}]"
+        for index, array in enumerate(inputs):
+            name = self.name if self.count == 1 else f"{self.name}[{index}]"
             out = array if self.destroy_map and is_plain(array) else np.empty(array.shape, array.dtype)
             works.append((out, self.queue.allreduce_async(array, name=name, op=self.op, out=out)))
         for storage, (out, work) in zip(outputs, works, strict=True):
@@ -109,19 +109,19 @@ class Allreduce(Collective):
         if self.op not in LINEAR:
             comment = f"Only {' and '.join(LINEAR)} have a gradient, {self.op} has none."
             return [
-                *(grad_undefined(self, place, inputs[place], comment) for place in range(self.count)),
+                *(grad_undefined(self, index, inputs[index], comment) for index in range(self.count)),
                 disconnected_type(),
             ]
         wanted = [
-            place
-            for place in range(self.count)
-            if _is_float(inputs[place]) and not _is_disconnected(cotangents[place])
+            index
+            for index in range(self.count)
+            if _is_float(inputs[index]) and not _is_disconnected(cotangents[index])
         ]
-        tensors = [cotangents[place] for place in wanted]
+        tensors = [cotangents[index] for index in wanted]
         result: list[Variable] = [disconnected_type() for _ in inputs]
         found = self.derivative(tensors, f"{self.name}/gradient") if wanted else []
-        for place, gradient in zip(wanted, found, strict=True):
-            result[place] = gradient
+        for index, gradient in zip(wanted, found, strict=True):
+            result[index] = gradient
         return result
 
     def pushforward(
@@ -256,7 +256,7 @@ def _reduce_in_place(fgraph: FunctionGraph, node: Apply) -> Any:
     """Reduce into the inputs; PyTensor takes it back where one is still needed by others."""
     if node.op.destroy_map or not node.op.count:
         return False
-    op = node.op.with_(destroy_map={place: [place] for place in range(node.op.count)})
+    op = node.op.with_(destroy_map={index: [index] for index in range(node.op.count)})
     return op(*node.inputs, return_list=True)
 
 

@@ -247,7 +247,7 @@ class Finish(BlockingOp):
         self.current = self.identity = current
         # A gradient is where its Ready has put it. Slots of those that this rank lacks are in the buckets.
         self.view_map = {index: [len(ready)] for index in range(len(current.specs))}
-        self.view_map.update({index: [place] for place, index in enumerate(ready)})
+        self.view_map.update({index: [position] for position, index in enumerate(ready)})
 
     def output_types(self, inputs: Sequence[Variable]) -> list[Any]:
         """All gradients, then which of them any rank has had: bool (parameters,)."""

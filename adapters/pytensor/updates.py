@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import pytensor
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.pytensor.gradients import DistributedGradients
+from multiring.pytensor.distributed_gradients import DistributedGradients
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.graph.basic import Variable
 from pytensor.graph.replace import graph_replace

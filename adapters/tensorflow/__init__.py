@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from multiring.tensorflow.batch_norm import sync_batch_norm
     from multiring.tensorflow.data import shard_dataset
     from multiring.tensorflow.errors import translate_errors
-    from multiring.tensorflow.gradients import GradientReduction
+    from multiring.tensorflow.gradient_reduction import GradientReduction
     from multiring.tensorflow.ops import (
         allgather,
         allreduce,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         reducescatter,
     )
     from multiring.tensorflow.optimizers.distributed import DistributedOptimizer
-    from multiring.tensorflow.state import batch_weight, broadcast_variables, sync_buffers
+    from multiring.tensorflow.state_broadcast import batch_weight, broadcast_variables, sync_buffers
     from multiring.tensorflow.tape import DistributedGradientTape
 
 _find, __dir__ = _lazy_names(
@@ -43,22 +43,22 @@ _find, __dir__ = _lazy_names(
     {
         "DistributedGradientTape": ".tape",
         "DistributedOptimizer": ".optimizers.distributed",
-        "GradientReduction": ".gradients",
+        "GradientReduction": ".gradient_reduction",
         "allgather": ".ops",
         "allreduce": ".ops",
         "alltoall": ".ops",
         "average_metrics": "multiring.metrics",
-        "batch_weight": ".state",
+        "batch_weight": ".state_broadcast",
         "broadcast": ".ops",
         "broadcast_object": "multiring.state.broadcast",
-        "broadcast_variables": ".state",
+        "broadcast_variables": ".state_broadcast",
         "callbacks": ".callbacks",
         "grouped_allreduce": ".ops",
         "grouped_broadcast": ".ops",
         "reducescatter": ".ops",
         "shard_dataset": ".data",
         "sync_batch_norm": ".batch_norm",
-        "sync_buffers": ".state",
+        "sync_buffers": ".state_broadcast",
         "translate_errors": ".errors",
     },
 )

@@ -13,7 +13,7 @@ from multiring.gradients.options import check_interval
 from multiring.metrics import average_metrics
 from multiring.state.check import compare_state
 from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer
-from multiring.tensorflow.state import broadcast_variables
+from multiring.tensorflow.state_broadcast import broadcast_variables
 from multiring.tensorflow.variables import buffers_of, named_variables, to_numpy
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from multiring.errors import UsageError
 from multiring.state.broadcast import broadcast_object
 from multiring.state.buffer_sync import check_mode
 from multiring.tensorflow.agreement import MetricAverage, decide_together, distributed_optimizer
-from multiring.tensorflow.state import broadcast_variables, sync_buffers
+from multiring.tensorflow.state_broadcast import broadcast_variables, sync_buffers
 from multiring.tensorflow.variables import named_variables, to_numpy
 from multiring.types import BufferMode
 

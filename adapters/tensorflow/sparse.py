@@ -60,8 +60,8 @@ def allreduce_slices(
         return slices
     name = operation_name("allreduce of slices") if name is None else name
     indices = tf.cast(slices.indices, tf.int64)
-    rows, places = tf.unique(indices, out_idx=tf.int64)
-    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(rows))
+    rows, positions = tf.unique(indices, out_idx=tf.int64)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(rows))
     union = tf.sort(tf.unique(allgather(rows, name=f"{name} rows", comm=comm, step=step)).y)
     spread = tf.scatter_nd(
         tf.searchsorted(union, rows)[:, None],

@@ -9,7 +9,7 @@ import tensorflow as tf
 from multiring.derived import resolve
 from multiring.gradients.options import BucketKeywords, ReducerOptions
 from multiring.reductions import explain_arguments
-from multiring.tensorflow.gradients import GradientReduction, kinds_of
+from multiring.tensorflow.gradient_reduction import GradientReduction, kinds_of
 from multiring.tensorflow.kept import KeptReductions
 from multiring.tensorflow.sparse import as_dense
 

@@ -28,7 +28,7 @@ from multiring.torch.copies import local_copy
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.optimizer import DistributedOptimizer
 from multiring.torch.registration import register_gradient_hooks
-from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
+from multiring.torch.state_broadcast import broadcast_optimizer_state, broadcast_parameters
 from multiring.torch.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [

@@ -19,7 +19,7 @@ from multiring.gradients.source import RoundResult
 from multiring.torch.copies import Arrival, ModelGuard, forget_copy, is_hooked
 from multiring.torch.model_gradients import ModelGradients
 from multiring.torch.model_state import ModelState
-from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
+from multiring.torch.state_broadcast import broadcast_optimizer_state, broadcast_parameters
 from multiring.torch.supported import check_autograd, check_module
 from multiring.torch.sync_batchnorm import SyncBatchNorm
 from multiring.torch.unreduced import check_not_given, unwatch, watch

@@ -17,7 +17,7 @@ from multiring.torch.buffer_writes import BufferWrites, PendingWrite
 from multiring.torch.buffers import check_writable, has_same_bytes, has_values, is_reducible
 from multiring.torch.counts import version
 from multiring.torch.placement import Parameters
-from multiring.torch.state import plain_name
+from multiring.torch.state_broadcast import plain_name
 from multiring.torch.sync_batchnorm import SyncBatchNorm
 from multiring.types import BufferMode
 from torch.nn.modules.batchnorm import _NormBase

@@ -64,7 +64,7 @@ class ModelGradients:
         self._required = [parameter.requires_grad for parameter in parameters.values()]
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._exchanges: dict[int, RowExchange] = {}
-        self._places = GradientPlacement(comm.rank, self._names)
+        self._placement = GradientPlacement(comm.rank, self._names)
         self._is_repeatable = options.is_repeatable(comm.size)
         self._kept: set[int] = set()  # reduced gradients that autograd is about to add to
         self._held: weakref.ref[Held] | None = None
@@ -123,10 +123,10 @@ class ModelGradients:
 
     def note_incoming(self, number: int, gradient: torch.Tensor) -> None:
         """Autograd is about to accumulate a gradient, or to give it to the caller of `autograd.grad`."""
-        self._places.note_incoming(number, gradient)
+        self._placement.note_incoming(number, gradient)
         if not self._is_repeatable:
             before = self._gradient(number)
-            is_kept = before is not None and self._places.is_kept(number, before)
+            is_kept = before is not None and self._placement.is_kept(number, before)
             (self._kept.add if is_kept else self._kept.discard)(number)
 
     def arrived(self, number: int) -> None:
@@ -191,13 +191,13 @@ class ModelGradients:
         plan, parameters = self._current, self.hold()
         try:
             result = plan.reducer.finish()
-            self._places.check(parameters)
+            self._placement.check(parameters)
             self._settle(result, exchanges)
             produced = np.zeros(len(self._names), np.bool_)
             produced[plan.numbers] = result.produced
-            self._places.settle(parameters, produced)
+            self._placement.settle(parameters, produced)
         finally:
-            self._places.forget_round()
+            self._placement.forget_round()
         self.produced_since_step |= produced
         return result
 
@@ -211,10 +211,10 @@ class ModelGradients:
         if plan.reducer.is_open:
             self._exchanges = {}
             state = plan.reducer.state
-            there = self._places.reduced_in_place(self.hold())
+            there = self._placement.reduced_in_place(self.hold())
             kept = [n for n in there if state(plan.indices[n]) == GradientState.SENT]
             plan.reducer.cancel()
-            self._places.forget_round()
+            self._placement.forget_round()
             if kept:
                 name = self._names[kept[0]]
                 raise UsageError(
@@ -243,14 +243,14 @@ class ModelGradients:
 
     def close(self) -> None:
         """Release the buckets. May be called twice."""
-        self._places.forget_round()
+        self._placement.forget_round()
         self._plan = None
         while self._plans:
             self._plans.popitem()[1].reducer.close()
 
     def transfer_from(self, other: ModelGradients) -> None:
         """Know which gradients `other`, in whose place this comes, has reduced."""
-        self._places.transfer_from(other._places)
+        self._placement.transfer_from(other._placement)
 
     def load_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
         """Put these in the place of what compression has kept back; those of frozen parameters wait."""
@@ -264,7 +264,7 @@ class ModelGradients:
 
     def replaced_gradients(self) -> list[int]:
         """Gradients that are other tensors than those that were reduced last."""
-        is_replaced = self._places.is_replaced
+        is_replaced = self._placement.is_replaced
         return [
             n
             for n in range(len(self._names))
@@ -298,7 +298,7 @@ class ModelGradients:
             if gradient is None:
                 continue
             if not is_new:
-                self._places.note(number, gradient)  # the same on all ranks, made of what was reduced
+                self._placement.note(number, gradient)  # the same on all ranks, made of what was reduced
             elif number in self._current.indices:
                 self.mark_pending(number)
         return is_any_new
@@ -314,11 +314,11 @@ class ModelGradients:
         is_ready = state == GradientState.READY
         if parameter is None or parameter.grad is None:
             if is_ready:
-                raise self._places.was_replaced(number)
+                raise self._placement.was_replaced(number)
             return None
-        if state in _UNTOLD and self._places.is_new(number, parameter.grad):
+        if state in _NOT_ANNOUNCED and self._placement.is_new(number, parameter.grad):
             plan.reducer.mark_pending(index)
-        return self._places.fetch(number, parameter)
+        return self._placement.fetch(number, parameter)
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient where this one had none."""
@@ -326,7 +326,7 @@ class ModelGradients:
         number = plan.numbers[index]
         parameter = self.hold()[number]
         if parameter is not None:
-            self._places.publish(number, parameter, plan.reducer.slot(index))
+            self._placement.publish(number, parameter, plan.reducer.slot(index))
 
     def _gradient(self, number: int) -> torch.Tensor | None:
         parameter = self.hold()[number]
@@ -342,7 +342,7 @@ class ModelGradients:
             assert parameter is not None
             spec = specification(name, parameter, name in self._sparse)
             specs.append(spec)
-            self._places.expect(n, parameter, is_sparse=spec.sparse)
+            self._placement.expect(n, parameter, is_sparse=spec.sparse)
         reducer = GradientReducer(self._comm, specs, self._options, self, as_array=as_tensor)
         plan = _Plan(reducer, numbers, {number: index for index, number in enumerate(numbers)})
         self._plans[tuple(self._required)] = plan
@@ -372,7 +372,7 @@ class ModelGradients:
             if spec.sparse:
                 number = plan.numbers[index]
                 gradient = None if joined else self._gradient(number)
-                form = self._places.form(number)
+                form = self._placement.form(number)
                 exchanges[index] = RowExchange(plan.reducer.comm, gradient, *form, spec.name, self._options)
         return exchanges
 
@@ -386,9 +386,9 @@ class ModelGradients:
             if result.produced[index] and parameter is not None:
                 gradient = gradient.to_dense() if exchange.is_dense else gradient
                 parameter.grad = gradient
-                self._places.note(number, gradient)
+                self._placement.note(number, gradient)
 
 
 # Sets of parameters that a program trains in turns, as generator and discriminator or layer by layer.
 _MAX_PLANS = 4
-_UNTOLD = (GradientState.ABSENT, GradientState.REDUCED)
+_NOT_ANNOUNCED = (GradientState.ABSENT, GradientState.REDUCED)

@@ -18,7 +18,7 @@ from multiring.torch.copies import is_hooked
 from multiring.torch.hyperparameters import hyperparameters
 from multiring.torch.model_buffers import ModelBuffers
 from multiring.torch.model_gradients import ModelGradients
-from multiring.torch.state import plain_name
+from multiring.torch.state_broadcast import plain_name
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:

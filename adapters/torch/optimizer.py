@@ -17,7 +17,7 @@ from multiring.torch.copies import is_hooked
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.registration import named_parameters
 from multiring.torch.sparse import sparse_parameters
-from multiring.torch.state import NamedTensors
+from multiring.torch.state_broadcast import NamedTensors
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.reductions import explain_arguments
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.sparse import sparse_parameters as find_sparse_parameters
-from multiring.torch.state import NamedTensors, plain_name
+from multiring.torch.state_broadcast import NamedTensors, plain_name
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:

@@ -194,8 +194,8 @@ class Blocks:
 
     def _value(self, iteration: int, rank: int, block: int) -> int:
         """In a block of a rank's input."""
-        place = (rank * self._ranks + block) % _PLACES
-        return iteration % _ITERATIONS + _ITERATIONS * place
+        position = (rank * self._ranks + block) % _PLACES
+        return iteration % _ITERATIONS + _ITERATIONS * position
 
     def _expected(self, iteration: int, block: int) -> int:
         """In a block of this rank's result."""

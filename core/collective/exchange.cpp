@@ -260,20 +260,20 @@ void Exchange::throw_aborted(const OperationCall& call, const AbortRecord& recor
 ErrorContext Exchange::context_of_abort(const OperationCall& call, const AbortRecord& record) const {
   const bool own = record.origin == rank();
   const ErrorContext& about = record.about;
-  ErrorContext told = context(call, own ? -1 : record.origin);
+  ErrorContext result = context(call, own ? -1 : record.origin);
   if (record.kind != ErrorKind::kMismatch) {
-    if (about.odd >= 0 && about.odd != rank()) told.peer = about.odd;
-    return told;
+    if (about.odd >= 0 && about.odd != rank()) result.peer = about.odd;
+    return result;
   }
   if (!about.operation.empty() || !about.tensor.empty()) {
-    told.operation = about.operation;
-    told.tensor = about.tensor;
+    result.operation = about.operation;
+    result.tensor = about.tensor;
   }
-  if (about.odd < 0) return told;
-  told.common = about.common;
-  told.odd = about.odd;
-  told.peer = about.odd == rank() ? about.common : about.odd;
-  return told;
+  if (about.odd < 0) return result;
+  result.common = about.common;
+  result.odd = about.odd;
+  result.peer = about.odd == rank() ? about.common : about.odd;
+  return result;
 }
 
 std::string Exchange::last_operation_text(int rank, const std::string& status) const {

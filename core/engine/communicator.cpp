@@ -224,7 +224,7 @@ void Communicator::prepare(Operation& operation) const {
 std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
                                            std::shared_ptr<void> keep_alive) {
   prepare(operation);
-  const QueuedWork queued{std::make_shared<Work>(std::move(operation), std::move(keep_alive), told_),
+  const QueuedWork queued{std::make_shared<Work>(std::move(operation), std::move(keep_alive), error_seen_),
                           priority};
   enqueue({&queued, 1});
   return queued.work;

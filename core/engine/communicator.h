@@ -198,9 +198,9 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   SymmetricRegistry symmetric_;
   std::atomic<bool> closing_{false};
   std::atomic<bool> abandoned_{false};
-  const Told told_ = std::make_shared<std::atomic<bool>>(false);  // of first_error_
-  std::uint64_t splits_ = 0;                                      // guarded by the OperationLock
-  std::uint32_t regions_ = 0;                                     // likewise
+  const ErrorSeen error_seen_ = std::make_shared<std::atomic<bool>>(false);  // of first_error_
+  std::uint64_t splits_ = 0;                                                 // guarded by the OperationLock
+  std::uint32_t regions_ = 0;                                                // likewise
 
   mutable std::mutex mutex_;  // guards all below; no other lock is taken while it is held
   std::condition_variable changed_;

@@ -56,7 +56,7 @@ void Communicator::break_by(const Error& stored, const ErrorContext& about) {
 
 void Communicator::fail_and_raise(const Descriptor& descriptor) {
   fail(std::current_exception(), describe(descriptor));
-  told_->store(true, std::memory_order_relaxed);
+  error_seen_->store(true, std::memory_order_relaxed);
   throw;
 }
 
@@ -76,7 +76,7 @@ void Communicator::fail_running() {
 }
 
 void Communicator::throw_if_unusable() const {
-  if (first_error_) throw_broken("communicator '" + name() + "'", rank(), *first_error_, told_);
+  if (first_error_) throw_broken("communicator '" + name() + "'", rank(), *first_error_, error_seen_);
   if (closed_ || closing_.load(std::memory_order_relaxed))
     throw Error(ErrorKind::kAborted, "communicator '" + name() + "' is closed");
 }
@@ -86,7 +86,7 @@ void Communicator::abort(const std::string& message) { abort_with(Error(ErrorKin
 void Communicator::abort_with(const Error& error) {
   throw_if_abandoned();
   break_by(error, error.context());
-  told_->store(true, std::memory_order_relaxed);
+  error_seen_->store(true, std::memory_order_relaxed);
 }
 
 bool Communicator::runs_on_this_thread() const {

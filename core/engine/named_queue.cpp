@@ -60,14 +60,14 @@ NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   prepare(request);
   // A framework has many operations in progress and reports any of those that fail: each that has a `done`
   // is told the first error itself.
-  const Told told = request.done ? std::make_shared<std::atomic<bool>>(false) : told_;
+  const ErrorSeen error_seen = request.done ? std::make_shared<std::atomic<bool>>(false) : error_seen_;
   // No owning reference: the last one would destroy the queue on its own thread. All submissions have ended
   // when close() returns.
   const auto submission =
-      Submission::make(std::move(request), this, told, [this](const Error& error) { fail(error); });
+      Submission::make(std::move(request), this, error_seen, [this](const Error& error) { fail(error); });
   Works works = submission->works();
   try {
-    enqueue(submission, told);
+    enqueue(submission, error_seen);
   } catch (...) {
     submission->discard();
     throw;
@@ -75,10 +75,10 @@ NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   return works;
 }
 
-void NamedQueue::enqueue(const std::shared_ptr<Submission>& submission, const Told& told) {
+void NamedQueue::enqueue(const std::shared_ptr<Submission>& submission, const ErrorSeen& error_seen) {
   {
     const std::lock_guard lock(mutex_);
-    throw_if_unusable(told);
+    throw_if_unusable(error_seen);
     if (size() > 1) {
       start_control();
       unmatched_[submission->name()].push_back(submission);

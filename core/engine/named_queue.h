@@ -63,10 +63,10 @@ class MULTIRING_API NamedQueue : Immovable {
 
   void prepare(NamedRequest& request) const;
   /// Queues for the control thread (one rank: in the data communicator). Throws if broken or closed.
-  void enqueue(const std::shared_ptr<Submission>& submission, const Told& told);
+  void enqueue(const std::shared_ptr<Submission>& submission, const ErrorSeen& error_seen);
   void throw_if_abandoned() const;
-  void throw_if_unusable(const Told& told) const;  // with mutex_ held
-  void start_control();                            // likewise
+  void throw_if_unusable(const ErrorSeen& error_seen) const;  // with mutex_ held
+  void start_control();                                       // likewise
   void run_control();
   void negotiate_until_ended();
   /// Notifies peers that this rank has left, and fails what is not matched.
@@ -89,8 +89,8 @@ class MULTIRING_API NamedQueue : Immovable {
 
   const std::shared_ptr<Communicator> control_;
   const std::shared_ptr<Communicator> data_;
-  const Told told_ = std::make_shared<std::atomic<bool>>(false);  // of first_error_
-  std::atomic<bool> closing_{false};                              // written with mutex_ held
+  const ErrorSeen error_seen_ = std::make_shared<std::atomic<bool>>(false);  // of first_error_
+  std::atomic<bool> closing_{false};                                         // written with mutex_ held
   std::atomic<bool> abandoned_{false};
 
   // The control thread's own.

@@ -208,7 +208,7 @@ void NamedQueue::fail(const Error& error) {
 void NamedQueue::abort(const Error& error) {
   throw_if_abandoned();
   fail(error);
-  told_->store(true, std::memory_order_relaxed);
+  error_seen_->store(true, std::memory_order_relaxed);
 }
 
 bool NamedQueue::is_broken() const {
@@ -226,9 +226,9 @@ Error NamedQueue::closed_error() const {
                    " (by its close(), that of its communicator or multiring.shutdown())");
 }
 
-void NamedQueue::throw_if_unusable(const Told& told) const {
+void NamedQueue::throw_if_unusable(const ErrorSeen& error_seen) const {
   if (closing_.load(std::memory_order_relaxed)) throw closed_error();
-  if (first_error_) throw_broken("named queue '" + name() + "'", rank(), *first_error_, told);
+  if (first_error_) throw_broken("named queue '" + name() + "'", rank(), *first_error_, error_seen);
 }
 
 void NamedQueue::throw_if_abandoned() const {

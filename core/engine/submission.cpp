@@ -14,8 +14,8 @@ thread_local const Frame* innermost = nullptr;
 
 }  // namespace
 
-std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* owner, const Told& told,
-                                             Failed failed) {
+std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* owner,
+                                             const ErrorSeen& error_seen, Failed failed) {
   const std::shared_ptr<Submission> made(new Submission());
   made->name_ = std::move(request.name);
   made->priority_ = request.priority;
@@ -27,7 +27,8 @@ std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* o
   made->unfinished_ = request.operations.size();
   // The works keep the submission and it keeps them, until all have ended.
   for (Operation& operation : request.operations)
-    made->works_.push_back(std::make_shared<Work>(std::move(operation), request.keep_alive, told, made));
+    made->works_.push_back(
+        std::make_shared<Work>(std::move(operation), request.keep_alive, error_seen, made));
   return made;
 }
 

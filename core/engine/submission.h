@@ -37,8 +37,8 @@ class MULTIRING_API Submission final : public WorkObserver {
 
   /// `owner` identifies the queue in `inside`. `request.operations` are prepared for a communicator. `told`
   /// is set when a wait has raised an error.
-  static std::shared_ptr<Submission> make(NamedRequest request, const void* owner, const Told& told,
-                                          Failed failed);
+  static std::shared_ptr<Submission> make(NamedRequest request, const void* owner,
+                                          const ErrorSeen& error_seen, Failed failed);
 
   const std::string& name() const { return name_; }
   int priority() const { return priority_; }

@@ -17,10 +17,10 @@ void throw_usage(const Operation& operation, const std::string& message) {
   throw Error(ErrorKind::kUsage, describe(operation.descriptor) + ": " + message, context);
 }
 
-void throw_broken(const std::string& what, int rank, const Error& first_error, const Told& told) {
+void throw_broken(const std::string& what, int rank, const Error& first_error, const ErrorSeen& error_seen) {
   ErrorContext context = first_error.context();
   context.rank = rank;
-  if (!told->exchange(true, std::memory_order_relaxed))
+  if (!error_seen->exchange(true, std::memory_order_relaxed))
     throw Error(first_error.kind(), first_error.what(), context);
   throw Error(ErrorKind::kAborted,
               what + " is broken on rank " + std::to_string(rank) + " by its first error (" +

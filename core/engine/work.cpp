@@ -29,7 +29,7 @@ void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt
   }
   // Every waiter gets an exception of its own: nothing of it is shared between threads.
   if (state_.load(std::memory_order_acquire) != kFailed) return;
-  told_->store(true, std::memory_order_relaxed);
+  error_seen_->store(true, std::memory_order_relaxed);
   throw Error(error_->kind(), error_->what(), error_->context());
 }
 

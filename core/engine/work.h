@@ -25,7 +25,7 @@ class WorkObserver {
 /// Whether the program on this rank has been told of the first error of a communicator or a named queue.
 /// Until then a call raises that error itself, as what was pending does: which of them meets it first is a
 /// matter of time. Later calls raise that it is broken.
-using Told = std::shared_ptr<std::atomic<bool>>;
+using ErrorSeen = std::shared_ptr<std::atomic<bool>>;
 
 /// An asynchronous operation: the only handle to its completion, its result and its error.
 class MULTIRING_API Work {
@@ -36,11 +36,11 @@ class MULTIRING_API Work {
   };
 
   /// Work that is still to be queued: Communicator::enqueue. `wait` notes in `told` that it raises its error.
-  Work(Operation operation, std::shared_ptr<void> keep_alive, Told told,
+  Work(Operation operation, std::shared_ptr<void> keep_alive, ErrorSeen error_seen,
        std::shared_ptr<WorkObserver> observer = nullptr)
       : operation_(std::move(operation)),
         keep_alive_(std::move(keep_alive)),
-        told_(std::move(told)),
+        error_seen_(std::move(error_seen)),
         observer_(std::move(observer)) {
     if (keeps_times_.load(std::memory_order_relaxed)) times_.made = Clock::now();
   }
@@ -84,7 +84,7 @@ class MULTIRING_API Work {
   int priority_ = 0;         // written when it is queued
   std::uint64_t index_ = 0;  // likewise
   std::shared_ptr<void> keep_alive_;
-  const Told told_;
+  const ErrorSeen error_seen_;
   const std::shared_ptr<WorkObserver> observer_;  // may be null
   Times times_;                 // each written before state_ (release), read after (acquire)
   std::optional<Error> error_;  // written before state_ becomes kFailed (release), read after (acquire)

@@ -251,10 +251,10 @@ class Communicator(Collectives):
     def _fail(self, error: BaseException) -> None:
         """Tells the peers, in this group and those split from it, why this rank ends: ranks that wait for it
         would learn only that it has left. What is broken already keeps its first error."""
-        told = (str(error) or "no message").splitlines()[0][:300]
+        message = (str(error) or "no message").splitlines()[0][:300]
         for communicator in [*self._descendants, self]:
             with suppress(MultiringError):  # a queue or group that is closed
-                communicator.abort(f"it ends by an uncaught {type(error).__name__}: {told}")
+                communicator.abort(f"it ends by an uncaught {type(error).__name__}: {message}")
 
     def close(self) -> None:
         """Ends this rank's part in the group, its named queues and the groups split from it. Pending work

@@ -32,12 +32,12 @@ def allowed_cpus(root: Path = Path("/")) -> list[int]:
     put two ranks on the same cores.
     """
 
-    def place(cpu: int) -> tuple[int, int, int, int]:
+    def location(cpu: int) -> tuple[int, int, int, int]:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         package, core = _number(topology / "physical_package_id"), _number(topology / "core_id")
         return (package, _numa_node(cpu, root), core, cpu)
 
-    return sorted(os.sched_getaffinity(0), key=place)
+    return sorted(os.sched_getaffinity(0), key=location)
 
 
 def numa_nodes(root: Path = Path("/")) -> list[int]:

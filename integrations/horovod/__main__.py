@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from multiring.commands.launcher.foreign_variables import horovod_environment, horovod_place
+from multiring.commands.launcher.foreign_variables import horovod_environment, horovod_variables
 
 __all__ = ["main"]
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     shim = str(Path(__file__).parent / "shim")
     # Processes that the script starts, such as those of a data loader, import the same.
     os.environ.update(horovod_environment({}))
-    os.environ.update(horovod_place(os.environ))
+    os.environ.update(horovod_variables(os.environ))
     sys.path.insert(1, shim)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]

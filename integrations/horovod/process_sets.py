@@ -43,7 +43,7 @@ class ProcessSet:
 
     def rank(self) -> int | None:
         """Rank of this process in the set; None where it is not registered, or this process is not in it."""
-        return self._place() if self.included() else None
+        return self._index() if self.included() else None
 
     def included(self) -> bool:
         """Whether this process is in the set.
@@ -90,7 +90,7 @@ class ProcessSet:
             self._operations.close()
         self.process_set_id = self._operations = None
 
-    def _place(self) -> int:
+    def _index(self) -> int:
         assert self.ranks is not None
         return self.ranks.index(self._job_rank)
 

@@ -14,10 +14,10 @@ import ray
 from multiring import config, errors
 from multiring.commands.launcher.binding import thread_environment
 from multiring.commands.launcher.hosts import HostSlots, RankSlot, assign_slots
-from multiring.commands.launcher.rank_starter import place_variables
+from multiring.commands.launcher.rank_starter import placement_variables
 from multiring.errors import MultiringError, UsageError
 from multiring.ray.outcome import gather
-from multiring.ray.worker import Place, Worker
+from multiring.ray.worker import Location, Worker
 from multiring.reductions import explain_arguments
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -81,26 +81,26 @@ def run(
         _placed(num_workers, bundle, start_timeout) as group,
         _started(group, num_workers, bundle) as actors,
     ):
-        found = _ready(actors, "place", start_timeout)
+        found = _ready(actors, "location", start_timeout)
         order = _by_node(found)
-        workers, places = [actors[index] for index in order], [found[index] for index in order]
+        workers, locations = [actors[index] for index in order], [found[index] for index in order]
         (meeting,) = _ready(workers[:1], "serve", start_timeout)
         meeting["MULTIRING_JOB_ID"] = secrets.token_hex(8)
         environments = [
             # A node is a host, also where several are on one machine.
             {
-                "MULTIRING_HOST": place.node,
+                "MULTIRING_HOST": location.node,
                 **threads,
                 **own,
                 **meeting,
-                **place_variables(rank, num_workers, slot),
+                **placement_variables(rank, num_workers, slot),
             }
-            for rank, (place, slot) in enumerate(zip(places, _slots(places), strict=True))
+            for rank, (location, slot) in enumerate(zip(locations, _slots(locations), strict=True))
         ]
         _ready(workers, "prepare", start_timeout, environments)
         # Once for all ranks.
         what = [ray.put(fn), ray.put(tuple(args)), ray.put(dict(kwargs or {}))]
-        return gather([worker.run.remote(*what) for worker in workers], places, timeout)
+        return gather([worker.run.remote(*what) for worker in workers], locations, timeout)
 
 
 def _checked_environment(
@@ -177,9 +177,9 @@ def _started(group: PlacementGroup, num_workers: int, bundle: Mapping[str, float
     actors: list[Any] = []
     try:
         for index in range(num_workers):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
-            actors.append(ray.remote(Worker).options(**options, scheduling_strategy=place).remote())
+            actors.append(ray.remote(Worker).options(**options, scheduling_strategy=strategy).remote())
         yield actors
     finally:
         for actor in actors:
@@ -214,12 +214,12 @@ def _ready(
         ) from error
 
 
-def _by_node(places: Sequence[Place]) -> list[int]:
-    """Indices of places, those on the same node next to each other."""
-    nodes = dict.fromkeys(place.node for place in places)
-    return [index for node in nodes for index, place in enumerate(places) if place.node == node]
+def _by_node(locations: Sequence[Location]) -> list[int]:
+    """Indices of locations, those on the same node next to each other."""
+    nodes = dict.fromkeys(location.node for location in locations)
+    return [index for node in nodes for index, location in enumerate(locations) if location.node == node]
 
 
-def _slots(places: Sequence[Place]) -> list[RankSlot]:
-    counts = Counter(place.node for place in places)
+def _slots(locations: Sequence[Location]) -> list[RankSlot]:
+    counts = Counter(location.node for location in locations)
     return assign_slots([HostSlots(node, count) for node, count in counts.items()], None)

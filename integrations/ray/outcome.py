@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from multiring import errors
 from multiring.errors import AbortedError, PeerLostError, RankError
-from multiring.ray.worker import Place
+from multiring.ray.worker import Location
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 __all__ = ["gather"]
@@ -20,12 +20,12 @@ _JUDGE_SECONDS = 0.2
 _CAUSE_SECONDS = 5.0
 
 
-def gather(calls: Sequence[Any], places: Sequence[Place], timeout: float | None) -> list[Any]:
+def gather(calls: Sequence[Any], locations: Sequence[Location], timeout: float | None) -> list[Any]:
     """What all ranks return.
 
     Args:
         calls: For each rank, what Ray will put its result into.
-        places: Where each rank is.
+        locations: Where each rank is.
         timeout: Seconds to wait; None: for ever.
 
     Raises:
@@ -50,7 +50,7 @@ def gather(calls: Sequence[Any], places: Sequence[Place], timeout: float | None)
                 until = min(until, latest) if failures and until is not None else latest
                 failures[ranks[call]] = error
     if failures:
-        raise _blame(failures, places)
+        raise _blame(failures, locations)
     if pending:
         late = ", ".join(str(ranks[call]) for call in pending)
         raise errors.TimeoutError(
@@ -65,15 +65,15 @@ def _is_consequence(error: RayError) -> bool:
     return isinstance(error, RayTaskError) and isinstance(error.cause, PeerLostError | AbortedError)
 
 
-def _blame(failures: Mapping[int, RayError], places: Sequence[Place]) -> RankError:
+def _blame(failures: Mapping[int, RayError], locations: Sequence[Location]) -> RankError:
     """An error about the rank that has most likely failed by itself."""
 
     def likelihood(rank: int) -> tuple[bool, bool]:
         return _is_consequence(failures[rank]), not isinstance(failures[rank], RayActorError)
 
     rank = min(failures, key=likelihood)  # of equal ones the first
-    error, place = failures[rank], places[rank]
-    who = f"rank {rank} (process {place.process} on {place.address})"
+    error, location = failures[rank], locations[rank]
+    who = f"rank {rank} (process {location.process} on {location.address})"
     if isinstance(error, RayTaskError):
         raised = error.cause
         message = f"{who} raised {type(raised).__name__}: {raised}"
@@ -82,6 +82,6 @@ def _blame(failures: Mapping[int, RayError], places: Sequence[Place]) -> RankErr
     others = [str(other) for other in sorted(failures) if other != rank]
     if others:
         message += f"; then failed as well: rank {', '.join(others)}"
-    failed = RankError(message, rank=rank, host=place.address)
+    failed = RankError(message, rank=rank, host=location.address)
     failed.__cause__ = error
     return failed

@@ -13,11 +13,11 @@ import ray
 from multiring.store import TcpStoreServer
 from ray.util import get_node_ip_address
 
-__all__ = ["Place", "Worker"]
+__all__ = ["Location", "Worker"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a worker is.
 
     Attributes:
@@ -37,9 +37,9 @@ class Worker:
     def __init__(self) -> None:
         self._store: TcpStoreServer | None = None
 
-    def place(self) -> Place:
+    def location(self) -> Location:
         """Where this is."""
-        return Place(ray.get_runtime_context().get_node_id(), get_node_ip_address(), os.getpid())
+        return Location(ray.get_runtime_context().get_node_id(), get_node_ip_address(), os.getpid())
 
     def serve(self) -> dict[str, str]:
         """Serves the store of the job as long as this process lives; the variables that lead there."""

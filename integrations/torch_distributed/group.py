@@ -304,8 +304,10 @@ class ProcessGroup(dist.ProcessGroup):
     def break_by(self, error: MultiringError) -> MultiringError:
         """Breaks the group on all ranks: an operation has not ended in the time that it was given, and other
         ranks may take it to have succeeded. Returns what to raise."""
-        told = str(error).partition("; it goes on")[0]
-        text = f"{told}. The process group is broken on all ranks; look at the output of those that are late"
+        reason = str(error).partition("; it goes on")[0]
+        text = (
+            f"{reason}. The process group is broken on all ranks; look at the output of those that are late"
+        )
         self.comm.abort(text)
         return errors.TimeoutError(
             text, rank=self.comm.rank, peer=error.peer, host=self.comm.host, operation=error.operation

@@ -158,11 +158,11 @@ def _agree_on_secret(store: Store, prefix: str, rank: int, settings: Settings) -
         store.set(key, _OWN_SECRET if settings.secret else made.hex().encode())
         return made
     try:
-        told = store.get(key, settings.timeout)
+        found = store.get(key, settings.timeout)
     except errors.TimeoutError as error:
         raise errors.TimeoutError(f"rank {rank} waits for rank 0: {error}", rank=rank, peer=0) from error
-    if told != _OWN_SECRET:
-        return bytes.fromhex(told.decode())
+    if found != _OWN_SECRET:
+        return bytes.fromhex(found.decode())
     if settings.secret is None:
         raise UsageError("rank 0 has a MULTIRING_SECRET and this rank has none: set it on all ranks")
     return settings.secret

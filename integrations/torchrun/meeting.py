@@ -54,20 +54,20 @@ class TorchStore(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-def is_meant(place: Placement) -> bool:
+def is_meant(placement: Placement) -> bool:
     """Whether the ranks of this job have to `meet`."""
-    return place.store_url.startswith(TORCHRUN_SCHEME)
+    return placement.store_url.startswith(TORCHRUN_SCHEME)
 
 
 def meet(
-    place: Placement,
+    placement: Placement,
     settings: Settings,
     connect: Callable[[str, int, float], TorchStore] | None = None,
 ) -> tuple[Placement, Store]:
     """Brings the ranks of a job together. Collective.
 
     Args:
-        place: This rank's place, with the address of torchrun's store.
+        placement: This rank's place, with the address of torchrun's store.
         settings: The timeout, the interfaces for the store of ours, and a secret for it; without one, it is
             left in torchrun's store.
         connect: Opens torchrun's store at a host and a port within so many seconds.
@@ -79,13 +79,13 @@ def meet(
         UsageError: There is no torch in this Python, or torchrun's store cannot be reached.
         TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds; says which.
     """
-    offers = _OfferKey(place, settings, connect or _connect)
-    if place.rank == 0:
-        offer, store = _serve(place, settings, offers)
+    offers = _OfferKey(placement, settings, connect or _connect)
+    if placement.rank == 0:
+        offer, store = _serve(placement, settings, offers)
     else:
-        offer, store = _join(place, settings, offers)
+        offer, store = _join(placement, settings, offers)
     job = f"{settings.job_id or 'torchrun'}-{offer['job']}"
-    return dataclasses.replace(place, secret=_secret(offer, settings), job_id=job), store
+    return dataclasses.replace(placement, secret=_secret(offer, settings), job_id=job), store
 
 
 def _connect(host: str, port: int, timeout: float) -> TorchStore:
@@ -99,19 +99,19 @@ class _OfferKey:
     """The one key of ours in torchrun's store, under which is what rank 0 offers."""
 
     def __init__(
-        self, place: Placement, settings: Settings, connect: Callable[[str, int, float], TorchStore]
+        self, placement: Placement, settings: Settings, connect: Callable[[str, int, float], TorchStore]
     ) -> None:
-        parts = urllib.parse.urlsplit(place.store_url)
+        parts = urllib.parse.urlsplit(placement.store_url)
         self.host, self.port = parts.hostname or "", parts.port or 0
         self.deadline = time.monotonic() + settings.timeout
         self._key = "multiring/" + urllib.parse.unquote(parts.path)
-        self._rank = place.rank
+        self._rank = placement.rank
         try:
             self._store = connect(self.host, self.port, min(settings.timeout, _CONNECT_SECONDS))
         except ImportError as error:
             raise UsageError(
-                f"rank {place.rank} of {place.size}: torchrun has started the job on several hosts, whose "
-                f"ranks meet by torch's store, and this Python has no torch ({error}): install it, or "
+                f"rank {placement.rank} of {placement.size}: torchrun has started the job on several hosts, "
+                f"whose ranks meet by torch's store, and this Python has no torch ({error}): install it, or "
                 "set MULTIRING_STORE and MULTIRING_SECRET, both the same on all ranks (docs/clusters.md)"
             ) from error
         except RuntimeError as error:
@@ -158,7 +158,7 @@ def _confirmed_key(offer: dict[str, Any]) -> str:
     return f"{offer['job']}/confirmed"
 
 
-def _serve(place: Placement, settings: Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
+def _serve(placement: Placement, settings: Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
     """Rank 0's part: offers a store, waits for the number of every rank there and confirms them."""
     offer = offer_store(settings.interfaces, settings.secret)
     here, port = offer["addresses"][-1]
@@ -170,7 +170,7 @@ def _serve(place: Placement, settings: Settings, offers: _OfferKey) -> tuple[dic
         offers.write(
             {name: value for name, value in offer.items() if name != "secret" or not settings.secret}
         )
-        entries = [_rank_key(offer, rank) for rank in range(1, place.size)]
+        entries = [_rank_key(offer, rank) for rank in range(1, placement.size)]
 
         def read(entry: str, until: float) -> str | None:
             return signed(store, entry, max(0.0, until - time.monotonic()))
@@ -179,8 +179,8 @@ def _serve(place: Placement, settings: Settings, offers: _OfferKey) -> tuple[dic
         came = signed_in(entries, read, time.monotonic() + offers.left(), settings.stall_warning, at)
         if missing := [rank for rank, number in enumerate(came, 1) if number is None]:
             raise errors.TimeoutError(
-                f"rank 0 of {place.size} waits for {ranks_text(missing)}, which should have found its store "
-                f"at port {port} by {offers} within {settings.timeout:g} s: they have not called "
+                f"rank 0 of {placement.size} waits for {ranks_text(missing)}, which should have found its "
+                f"store at port {port} by {offers} within {settings.timeout:g} s: they have not called "
                 f"multiring.init(), or cannot connect to that port (MULTIRING_INTERFACES chooses the "
                 f"addresses). {_REMEDY}",
                 rank=0,
@@ -193,7 +193,7 @@ def _serve(place: Placement, settings: Settings, offers: _OfferKey) -> tuple[dic
         return offer, store
 
 
-def _join(place: Placement, settings: Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
+def _join(placement: Placement, settings: Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
     """The others' part: writes a number wherever rank 0 offers a store, until it is confirmed."""
     number = secrets.token_hex(8)
     why = "it has not said where: it has not called multiring.init(), or is not running"
@@ -204,7 +204,7 @@ def _join(place: Placement, settings: Settings, offers: _OfferKey) -> tuple[dict
             try:
                 with contextlib.ExitStack() as stack:
                     store = stack.enter_context(_open(offer, secret, offers, timeout))
-                    if _is_confirmed(store, offer, place.rank, number, offers):
+                    if _is_confirmed(store, offer, placement.rank, number, offers):
                         stack.pop_all()
                         return offer, store
                 why = "the one that it has offered is of ranks before a restart, or not all have come there"
@@ -214,9 +214,9 @@ def _join(place: Placement, settings: Settings, offers: _OfferKey) -> tuple[dict
         time.sleep(min(pause, offers.left()))
         pause = min(2 * pause, _LONGEST_PAUSE)
     raise errors.TimeoutError(
-        f"rank {place.rank} of {place.size} has found no store of rank 0 by {offers} within "
+        f"rank {placement.rank} of {placement.size} has found no store of rank 0 by {offers} within "
         f"{settings.timeout:g} s: {why}. {_REMEDY}",
-        rank=place.rank,
+        rank=placement.rank,
         peer=0,
         elapsed=settings.timeout,
     )

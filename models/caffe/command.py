@@ -223,8 +223,8 @@ class _Format(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
         micro = int(record.created % 1 * 1e6)
-        place = f"{Path(record.pathname).name}:{record.lineno}"
-        return f"I{moment}.{micro:06d} {record.process:5d} {place}] {record.getMessage()}"
+        location = f"{Path(record.pathname).name}:{record.lineno}"
+        return f"I{moment}.{micro:06d} {record.process:5d} {location}] {record.getMessage()}"
 
 
 @contextmanager

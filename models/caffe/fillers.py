@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from multiring.models.caffe.blob import Blob, decimal
-from multiring.models.caffe.prototxt import Place
+from multiring.models.caffe.prototxt import Location
 
 __all__ = ["fill"]
 
 _FAN_IN, _FAN_OUT, _AVERAGE = 0, 1, 2
 
 
-def fill(blob: Blob, filler: Any, place: Place, generator: torch.Generator) -> None:
+def fill(blob: Blob, filler: Any, location: Location, generator: torch.Generator) -> None:
     """Set a blob's values by a `FillerParameter`.
 
     Numbers are drawn in float64 and rounded, so that nets of both dtypes start alike.
@@ -24,14 +24,14 @@ def fill(blob: Blob, filler: Any, place: Place, generator: torch.Generator) -> N
     Args:
         blob: What to fill.
         filler: The message.
-        place: Where it stands.
+        location: Where it stands.
         generator: Source of random numbers.
 
     Raises:
         PrototxtError: The type is not supported.
     """
     if filler.type not in _FILLERS:
-        raise place.error(
+        raise location.error(
             f"filler type {filler.type!r} is not supported; choose one of {', '.join(sorted(_FILLERS))}",
             "type",
         )

@@ -13,7 +13,7 @@ import torch
 from multiring.errors import UsageError
 from multiring.models.caffe.blob import Blob, Shape
 from multiring.models.caffe.fillers import fill
-from multiring.models.caffe.prototxt import Place, PrototxtError
+from multiring.models.caffe.prototxt import Location, PrototxtError
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -125,7 +125,7 @@ class Layer(ABC):
         name: Its name.
         type: Its type, "Convolution" for example.
         param: Its `LayerParameter`.
-        place: Where it stands in the prototxt.
+        location: Where it stands in the prototxt.
         blobs: Its learned blobs.
     """
 
@@ -134,8 +134,8 @@ class Layer(ABC):
     is_loss = False
     has_backward = True
 
-    def __init__(self, param: Any, place: Place, context: Context) -> None:
-        self.param, self.place, self.context = param, place, context
+    def __init__(self, param: Any, location: Location, context: Context) -> None:
+        self.param, self.location, self.context = param, location, context
         self.name, self.type = str(param.name), str(param.type)
         self.blobs: list[Blob] = []
         for count, (least, most), what in (
@@ -168,7 +168,7 @@ class Layer(ABC):
 
     def error(self, text: str, *path: str | int) -> PrototxtError:
         """An error that begins with where a field of the layer stands."""
-        return self.place.error(f"layer {self.name!r}: {text}", *path)
+        return self.location.error(f"layer {self.name!r}: {text}", *path)
 
     def learns(self, number: int) -> bool:
         """Whether blob `number` gets a gradient."""
@@ -184,7 +184,7 @@ class Layer(ABC):
             found = self.param
             for name in filler:
                 found = getattr(found, name)
-            fill(blob, found, self.place.find(*filler), self.context.generator)
+            fill(blob, found, self.location.find(*filler), self.context.generator)
         return blob
 
     def axis(self, axis: int, shape: Shape, *path: str) -> int:
@@ -221,7 +221,7 @@ def register(name: str) -> Callable[[L], L]:
     return add
 
 
-def make_layer(param: Any, place: Place, context: Context) -> Layer:
+def make_layer(param: Any, location: Location, context: Context) -> Layer:
     """A layer of a `LayerParameter`.
 
     Raises:
@@ -229,7 +229,7 @@ def make_layer(param: Any, place: Place, context: Context) -> Layer:
     """
     if param.type not in LAYERS:
         kinds = ", ".join(sorted(name for name in LAYERS if name != "Split"))
-        raise place.error(
+        raise location.error(
             f"layer {param.name!r} has type {param.type!r}, which is not supported; there are {kinds}", "type"
         )
-    return LAYERS[param.type](param, place, context)
+    return LAYERS[param.type](param, location, context)

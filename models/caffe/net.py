@@ -17,7 +17,7 @@ from multiring.models.caffe.blob import Array, Blob
 from multiring.models.caffe.layer import Context, Layer, draw_seed, make_layer
 from multiring.models.caffe.layers_data import DataLayer, MemoryData
 from multiring.models.caffe.learnable import Learnable, collect_learnable
-from multiring.models.caffe.prototxt import Place, read
+from multiring.models.caffe.prototxt import Location, read
 from multiring.models.caffe.schema import NetParameter
 from multiring.models.caffe.snapshots import read_blobs, write_net
 from multiring.models.caffe.splits import backward_plan, entries
@@ -75,24 +75,24 @@ class Net:
         Raises:
             PrototxtError: The file is wrong or asks for what is not supported.
         """
-        param, place = read(network_file, NetParameter)
+        param, location = read(network_file, NetParameter)
         param.state.phase, param.state.level = phase, level
         param.state.stage.extend(stages)
         seed = draw_seed() if seed is None else seed
         generator = torch.Generator().manual_seed(seed)
         context = Context(phase, DTYPES[dtype], generator, seed=seed, comm=sync_batch_norm_comm)
-        self._build(param, place, context)
+        self._build(param, location, context)
         if weights is not None:
             self.copy_from(weights)
 
     @classmethod
-    def from_param(cls, param: Any, place: Place, context: Context) -> Net:
+    def from_param(cls, param: Any, location: Location, context: Context) -> Net:
         """A net of a `NetParameter` whose state is set; `place` is where it stands."""
         net = cls.__new__(cls)
-        net._build(param, place, context)
+        net._build(param, location, context)
         return net
 
-    def _build(self, param: Any, place: Place, context: Context) -> None:
+    def _build(self, param: Any, location: Location, context: Context) -> None:
         context = replace(context, force_backward=bool(param.force_backward))
         self.name, self.phase, self._context = str(param.name), context.phase, context
         self.layers: list[Layer] = []
@@ -104,10 +104,10 @@ class Net:
         }
         unread: dict[str, None] = {}
         with torch.no_grad():
-            for entry in entries(param, place):
-                self._append(make_layer(entry.param, entry.place, context), unread)
+            for entry in entries(param, location):
+                self._append(make_layer(entry.param, entry.location, context), unread)
         if not self.layers:
-            raise place.error(f"net {self.name!r} has no layers in this phase")
+            raise location.error(f"net {self.name!r} has no layers in this phase")
         self.inputs = [top for layer in self.layers if layer.type == "Input" for top in layer.param.top]
         self.outputs = sorted(unread)  # as Caffe has them
         self.params: OrderedDict[str, list[Blob]] = OrderedDict(

@@ -8,21 +8,21 @@ from typing import Any
 
 from multiring.models.caffe.layer import Context
 from multiring.models.caffe.net import Net
-from multiring.models.caffe.prototxt import Place, read
+from multiring.models.caffe.prototxt import Location, read
 from multiring.models.caffe.schema import TEST, TRAIN, NetParameter, message
 
 __all__ = ["test_nets", "train_net"]
 
 NetState: Any = message("NetState")
-Source = tuple[Any, Place]
+Source = tuple[Any, Location]
 
 
-def train_net(param: Any, place: Place, context: Context) -> Net:
+def train_net(param: Any, location: Location, context: Context) -> Net:
     """The net to train.
 
     Args:
         param: The `SolverParameter`.
-        place: Where it stands.
+        location: Where it stands.
         context: What the layers have in common.
 
     Raises:
@@ -31,12 +31,14 @@ def train_net(param: Any, place: Place, context: Context) -> Net:
     given = [n for n in ("net", "net_param", "train_net", "train_net_param") if param.HasField(n)]
     if len(given) != 1:
         found = f"there are {' and '.join(given)}" if given else "there is none"
-        raise place.error(f"one of net, net_param, train_net and train_net_param is needed; {found}", *given)
-    source = _source(param, place, given[0])
+        raise location.error(
+            f"one of net, net_param, train_net and train_net_param is needed; {found}", *given
+        )
+    source = _source(param, location, given[0])
     return _build(source, TRAIN, param.train_state, replace(context, phase=TRAIN))
 
 
-def test_nets(param: Any, place: Place, context: Context) -> list[Net]:
+def test_nets(param: Any, location: Location, context: Context) -> list[Net]:
     """The nets to test with: those of `test_net_param`, of `test_net`, then `net` as often as there are
     values of `test_iter` left.
 
@@ -44,24 +46,24 @@ def test_nets(param: Any, place: Place, context: Context) -> list[Net]:
         PrototxtError: Numbers of nets, `test_iter` and `test_state` do not fit.
     """
     sources = [
-        _source(param, place, name, number)
+        _source(param, location, name, number)
         for name in ("test_net_param", "test_net")
         for number in range(len(getattr(param, name)))
     ]
     general = next((name for name in ("net", "net_param") if param.HasField(name)), None)
     missing = len(param.test_iter) - len(sources)
     if missing < 0 or (missing and general is None):
-        raise place.error(
+        raise location.error(
             f"{len(sources)} test nets have {len(param.test_iter)} values of test_iter", "test_iter"
         )
     if general is not None:
-        sources += [_source(param, place, general) for _ in range(missing)]
+        sources += [_source(param, location, general) for _ in range(missing)]
     if param.test_state and len(param.test_state) != len(sources):
-        raise place.error(
+        raise location.error(
             f"{len(sources)} test nets have {len(param.test_state)} values of test_state", "test_state"
         )
     if sources and param.test_interval < 1:
-        raise place.error("test nets need a test_interval of at least 1", "test_interval")
+        raise location.error("test nets need a test_interval of at least 1", "test_interval")
     states = list(param.test_state) or [None] * len(sources)
     # Test nets take over the blobs of the train net, so what their fillers draw does not matter.
     return [
@@ -70,17 +72,17 @@ def test_nets(param: Any, place: Place, context: Context) -> list[Net]:
     ]
 
 
-def _source(param: Any, place: Place, name: str, number: int | None = None) -> Source:
+def _source(param: Any, location: Location, name: str, number: int | None = None) -> Source:
     """A net of a field that holds it or the path of its file."""
     value = getattr(param, name) if number is None else getattr(param, name)[number]
-    where = place.find(name, number or 0)
+    where = location.find(name, number or 0)
     if name.endswith("_param"):
         net = NetParameter()
         net.CopyFrom(value)
         return net, where
     path = Path(value)
-    if not path.exists() and not path.is_absolute() and (Path(place.file).parent / path).exists():
-        path = Path(place.file).parent / path
+    if not path.exists() and not path.is_absolute() and (Path(location.file).parent / path).exists():
+        path = Path(location.file).parent / path
     if not path.exists():
         raise where.error(
             f"net {value!r} is neither in the working directory nor beside the solver's prototxt"
@@ -90,10 +92,10 @@ def _source(param: Any, place: Place, name: str, number: int | None = None) -> S
 
 
 def _build(source: Source, phase: int, state: Any, context: Context) -> Net:
-    param, place = source
+    param, location = source
     merged = NetState(phase=phase)
     merged.MergeFrom(param.state)
     if state is not None:
         merged.MergeFrom(state)
     param.state.CopyFrom(merged)
-    return Net.from_param(param, place, replace(context, phase=merged.phase))
+    return Net.from_param(param, location, replace(context, phase=merged.phase))

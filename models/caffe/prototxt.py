@@ -12,7 +12,7 @@ from google.protobuf import text_format
 
 from multiring.errors import UsageError
 
-__all__ = ["Place", "PrototxtError", "parse", "read"]
+__all__ = ["Location", "PrototxtError", "parse", "read"]
 
 
 class PrototxtError(UsageError):
@@ -28,7 +28,7 @@ _HINTS = {
 
 
 @dataclass
-class Place:
+class Location:
     """Where a field stands in a file, and the fields inside of it.
 
     Attributes:
@@ -39,9 +39,9 @@ class Place:
 
     file: str
     line: int
-    fields: dict[str, list[Place]] = field(default_factory=dict)
+    fields: dict[str, list[Location]] = field(default_factory=dict)
 
-    def find(self, *path: str | int) -> Place:
+    def find(self, *path: str | int) -> Location:
         """The place of an inner field: names, each perhaps followed by which of its repetitions. Where the
         file leaves it out, the place of what encloses it."""
         here = self
@@ -58,11 +58,11 @@ class Place:
 
     def error(self, text: str, *path: str | int) -> PrototxtError:
         """An error that begins with the place of an inner field."""
-        place = self.find(*path)
-        return PrototxtError(f"{place.file}:{place.line}: {text}")
+        location = self.find(*path)
+        return PrototxtError(f"{location.file}:{location.line}: {text}")
 
 
-def read(path: str | Path, kind: Any) -> tuple[Any, Place]:
+def read(path: str | Path, kind: Any) -> tuple[Any, Location]:
     """Read a file; see `parse`.
 
     Raises:
@@ -75,7 +75,7 @@ def read(path: str | Path, kind: Any) -> tuple[Any, Place]:
     return parse(text, kind, str(path))
 
 
-def parse(text: str, kind: Any, name: str = "<text>") -> tuple[Any, Place]:
+def parse(text: str, kind: Any, name: str = "<text>") -> tuple[Any, Location]:
     """Parse text.
 
     Args:
@@ -129,12 +129,12 @@ class _Scanner:
             elif not token.startswith("#"):
                 yield token, line
 
-    def scan(self) -> Place:
-        root = Place(self._file, 1)
+    def scan(self) -> Location:
+        root = Location(self._file, 1)
         self._fields(root)
         return root
 
-    def _fields(self, parent: Place) -> None:
+    def _fields(self, parent: Location) -> None:
         while self._next < len(self._tokens):
             token, line = self._tokens[self._next]
             self._next += 1
@@ -142,34 +142,34 @@ class _Scanner:
                 return
             if token in ",;":
                 continue
-            place = Place(self._file, line)
-            parent.fields.setdefault(token, []).append(place)
-            self._value(parent, token, place)
+            location = Location(self._file, line)
+            parent.fields.setdefault(token, []).append(location)
+            self._value(parent, token, location)
 
-    def _value(self, parent: Place, name: str, place: Place) -> None:
+    def _value(self, parent: Location, name: str, location: Location) -> None:
         if self._peek() == ":":
             self._next += 1
         if self._peek() == "[":
-            self._list(parent, name, place)
+            self._list(parent, name, location)
         elif self._peek() in tuple(_OPENING):
             self._next += 1
-            self._fields(place)
+            self._fields(location)
         else:
             self._next += 1
             while self._peek()[:1] in ('"', "'"):  # strings side by side are one
                 self._next += 1
 
-    def _list(self, parent: Place, name: str, place: Place) -> None:
+    def _list(self, parent: Location, name: str, location: Location) -> None:
         """Values in brackets: each is one repetition of the field."""
         first = True
         self._next += 1
         while (token := self._peek()) not in ("]", ""):
             if not first and token != ",":
-                place = Place(self._file, self._tokens[self._next][1])
-                parent.fields[name].append(place)
+                location = Location(self._file, self._tokens[self._next][1])
+                parent.fields[name].append(location)
             self._next += 1
             if token in _OPENING:
-                self._fields(place)
+                self._fields(location)
             first = first and token == ","
         self._next += 1
 

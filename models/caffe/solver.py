@@ -17,7 +17,7 @@ from multiring.models.caffe.blob import Array, decimal
 from multiring.models.caffe.layer import Context, draw_seed, process_shard
 from multiring.models.caffe.net import DTYPES, Net
 from multiring.models.caffe.nets import test_nets, train_net
-from multiring.models.caffe.prototxt import Place, read
+from multiring.models.caffe.prototxt import Location, read
 from multiring.models.caffe.schema import SolverParameter
 from multiring.models.caffe.snapshots import State, read_state, write_state
 from multiring.models.caffe.updates import RULES, Policy, Rule, clip, decay
@@ -75,12 +75,12 @@ class Solver:
         Raises:
             PrototxtError: A file is wrong or asks for what is not supported; names file and line.
         """
-        self.param, place = read(solver_file, SolverParameter)
+        self.param, location = read(solver_file, SolverParameter)
         shard = process_shard() if shard is None else shard
         self.is_root = shard[0] == 0
-        self._place = place
-        self._check(place)
-        self._policy = Policy(self.param, place)
+        self._location = location
+        self._check(location)
+        self._policy = Policy(self.param, location)
         if self.param.random_seed >= 0:
             seed = self.param.random_seed
         elif seed is None:
@@ -93,8 +93,8 @@ class Solver:
             shard=shard,
             comm=sync_batch_norm_comm,
         )
-        self.net: Net = train_net(self.param, place, context)
-        self.test_nets: list[Net] = test_nets(self.param, place, context)
+        self.net: Net = train_net(self.param, location, context)
+        self.test_nets: list[Net] = test_nets(self.param, location, context)
         for net in self.test_nets:
             net.share_with(self.net)
         self.iter = 0
@@ -242,37 +242,37 @@ class Solver:
         self.iter, self._policy.current_step = state.iteration, state.current_step
         self.net.seek(self.iter * self.param.iter_size)
 
-    def _check(self, place: Place) -> None:
+    def _check(self, location: Location) -> None:
         param = self.param
         if param.iter_size < 1 or param.average_loss < 1:
-            raise place.error(
+            raise location.error(
                 "iter_size and average_loss have to be at least 1",
                 "iter_size" if param.iter_size < 1 else "average_loss",
             )
         if param.regularization_type not in ("L1", "L2"):
-            raise place.error(
+            raise location.error(
                 f"regularization_type {param.regularization_type!r} is unknown; choose L1 or L2",
                 "regularization_type",
             )
         if param.snapshot_format == _HDF5:
-            raise place.error("snapshot_format: HDF5 is not supported", "snapshot_format")
+            raise location.error("snapshot_format: HDF5 is not supported", "snapshot_format")
         if param.snapshot_diff:
-            raise place.error("snapshot_diff is not supported", "snapshot_diff")
+            raise location.error("snapshot_diff is not supported", "snapshot_diff")
         if param.HasField("solver_mode") and param.solver_mode == _GPU:
-            self._log(f"{place.file}: solver_mode: GPU is left aside; this solver computes on the CPU")
+            self._log(f"{location.file}: solver_mode: GPU is left aside; this solver computes on the CPU")
         if not param.snapshot_prefix:
-            param.snapshot_prefix = os.path.splitext(place.file)[0]  # as newer Caffes do
+            param.snapshot_prefix = os.path.splitext(location.file)[0]  # as newer Caffes do
         elif os.path.isdir(param.snapshot_prefix):
-            param.snapshot_prefix = os.path.join(param.snapshot_prefix, Path(place.file).stem)
+            param.snapshot_prefix = os.path.join(param.snapshot_prefix, Path(location.file).stem)
         directory = Path(param.snapshot_prefix).parent
         if (param.snapshot or param.snapshot_after_train) and not os.access(directory, os.W_OK):
-            raise place.error(f"cannot write snapshots to {directory}: does it exist?", "snapshot_prefix")
+            raise location.error(f"cannot write snapshots to {directory}: does it exist?", "snapshot_prefix")
 
     def make_rule(self) -> Rule:
         """The update rule; a subclass may bring one of its own."""
         kind = self.type or str(self.param.type)
         if kind not in RULES:
-            raise self._place.error(
+            raise self._location.error(
                 f"solver type {kind!r} is not supported; choose one of {', '.join(RULES)}", "type"
             )
         if kind == "Nesterov" and not self.param.momentum:

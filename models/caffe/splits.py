@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiring.models.caffe.layer import LAYERS, Layer
-from multiring.models.caffe.prototxt import Place
+from multiring.models.caffe.prototxt import Location
 from multiring.models.caffe.schema import LayerParameter
 
 __all__ = ["BackwardPlan", "Entry", "backward_plan", "entries"]
@@ -19,19 +19,19 @@ class Entry:
     """A layer to build: its parameter and where it stands."""
 
     param: Any
-    place: Place
+    location: Location
 
 
-def entries(net: Any, place: Place) -> list[Entry]:
+def entries(net: Any, location: Location) -> list[Entry]:
     """The layers of a `NetParameter` for its `state`, with copies of their parameters.
 
     Raises:
         PrototxtError: A rule is contradictory, a layer reads a blob that no layer before it gives, or
             `loss_weight` does not fit the tops.
     """
-    chosen = _inputs(net, place)
+    chosen = _inputs(net, location)
     for number, layer in enumerate(net.layer):
-        where = place.find("layer", number)
+        where = location.find("layer", number)
         if _is_included(layer, net.state, where):
             param = LayerParameter()
             param.CopyFrom(layer)
@@ -47,16 +47,16 @@ def entries(net: Any, place: Place) -> list[Entry]:
     return result
 
 
-def _check_weights(layer: Any, place: Place) -> None:
+def _check_weights(layer: Any, location: Location) -> None:
     if layer.loss_weight and len(layer.loss_weight) != len(layer.top):
-        raise place.error(
+        raise location.error(
             f"layer {layer.name!r}: {len(layer.loss_weight)} values of loss_weight are given for "
             f"{len(layer.top)} top blobs; give one for each, or none",
             "loss_weight",
         )
 
 
-def _inputs(net: Any, place: Place) -> list[Entry]:
+def _inputs(net: Any, location: Location) -> list[Entry]:
     """The fields `input`, `input_shape` and `input_dim` of older files as an Input layer."""
     if not net.input:
         return []
@@ -66,12 +66,12 @@ def _inputs(net: Any, place: Place) -> list[Entry]:
     param = LayerParameter(name="input", type="Input", top=list(net.input))
     for shape in shapes:
         param.input_param.shape.add(dim=shape)
-    return [Entry(param, place.find("input"))]
+    return [Entry(param, location.find("input"))]
 
 
-def _is_included(layer: Any, state: Any, place: Place) -> bool:
+def _is_included(layer: Any, state: Any, location: Location) -> bool:
     if layer.include and layer.exclude:
-        raise place.error(f"layer {layer.name!r} has include and exclude rules; give one kind", "exclude")
+        raise location.error(f"layer {layer.name!r} has include and exclude rules; give one kind", "exclude")
     if layer.include:
         return any(_meets(rule, state) for rule in layer.include)
     return not any(_meets(rule, state) for rule in layer.exclude)
@@ -107,7 +107,7 @@ def _with_splits(chosen: list[Entry]) -> list[Entry]:
         for k in range(len(param.top)):
             count = readers.get((number, k), 0)
             if count > 1:
-                result.append(Entry(_split(chosen, (number, k), count, taken), entry.place))
+                result.append(Entry(_split(chosen, (number, k), count, taken), entry.location))
     return result
 
 
@@ -120,7 +120,7 @@ def _connect(chosen: list[Entry]) -> tuple[dict[Top, Top], dict[Top, int]]:
         param = entry.param
         for k, bottom in enumerate(param.bottom):
             if bottom not in latest:
-                raise entry.place.error(
+                raise entry.location.error(
                     f"layer {param.name!r} reads blob {bottom!r}, which no layer before it gives", "bottom", k
                 )
             sources[(number, k)] = latest[bottom]

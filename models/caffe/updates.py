@@ -15,7 +15,7 @@ import torch
 
 from multiring.models.caffe.blob import decimal
 from multiring.models.caffe.learnable import Learnable
-from multiring.models.caffe.prototxt import Place
+from multiring.models.caffe.prototxt import Location
 
 __all__ = ["RULES", "Adam", "Momentum", "Nesterov", "Policy", "Rule", "clip", "decay"]
 
@@ -32,7 +32,7 @@ class Policy:
         current_step: Steps that "step" and "multistep" have taken, kept in snapshots.
     """
 
-    def __init__(self, param: Any, place: Place) -> None:
+    def __init__(self, param: Any, location: Location) -> None:
         """Check a `SolverParameter`.
 
         Raises:
@@ -41,17 +41,17 @@ class Policy:
         self._param = param
         self.current_step = 0
         if param.lr_policy not in POLICIES:
-            raise place.error(
+            raise location.error(
                 f"lr_policy {param.lr_policy!r} is unknown; choose one of {', '.join(POLICIES)}", "lr_policy"
             )
         for name in _NEEDED.get(param.lr_policy, ()):
             value = getattr(param, name)
             if (name == "stepvalue" and not value) or (name != "stepvalue" and not param.HasField(name)):
-                raise place.error(f"lr_policy {param.lr_policy!r} needs {name}", "lr_policy")
+                raise location.error(f"lr_policy {param.lr_policy!r} needs {name}", "lr_policy")
         if param.lr_policy in ("step", "sigmoid") and param.stepsize < 1:
-            raise place.error("stepsize has to be at least 1", "stepsize")
+            raise location.error("stepsize has to be at least 1", "stepsize")
         if "gamma" in _NEEDED.get(param.lr_policy, ()) and param.gamma < 0:
-            raise place.error(f"lr_policy {param.lr_policy!r} needs a gamma of at least 0", "gamma")
+            raise location.error(f"lr_policy {param.lr_policy!r} needs a gamma of at least 0", "gamma")
 
     def rate(self, iteration: int) -> float:
         """Learning rate of the update number `iteration`, counted from 0."""

@@ -28,7 +28,7 @@ def draw(outcomes: Outcomes, titles: Mapping[str, str]) -> str | None:
     """Loss curves of all frameworks and ranks over each other, and efficiencies; None: there are none."""
     from matplotlib.figure import Figure
 
-    places = list(titles)
+    positions = list(titles)
     by_task: dict[str, Found] = {
         task: sorted(
             (
@@ -36,7 +36,7 @@ def draw(outcomes: Outcomes, titles: Mapping[str, str]) -> str | None:
                 for key, each in outcomes.items()
                 if key[2] == task and each.state is State.DONE
             ),
-            key=lambda item: (places.index(item[0][0]), item[0][1]),
+            key=lambda item: (positions.index(item[0][0]), item[0][1]),
         )
         for task in TITLES
     }
@@ -76,13 +76,13 @@ def _lines(axes: Axes, found: Found, titles: Mapping[str, str]) -> None:
 
 
 def _bars(axes: Axes, found: Found, titles: Mapping[str, str]) -> None:
-    for place, ((framework, ranks), outcome) in enumerate(found):
+    for position, ((framework, ranks), outcome) in enumerate(found):
         speed = TrainingSpeed(**outcome.values)
         bars = [(_label(titles[framework], ranks), speed.efficiency)]
         if speed.own_efficiency is not None:
             bars.append((speed.own_way or "", speed.own_efficiency))
         for number, (label, ratio) in enumerate(bars):
-            bar = axes.barh(place + 0.4 * number, ratio.median, 0.35, color=("C0", "C1")[number])
+            bar = axes.barh(position + 0.4 * number, ratio.median, 0.35, color=("C0", "C1")[number])
             axes.bar_label(bar, [f"{label}: {ratio.median:.1%}"], label_type="center", fontsize=8)
     axes.set_yticks([])
     axes.set_xlim(0, 1.1)

@@ -80,11 +80,11 @@ def main(path: str) -> int:
     order = Order.from_json(Path(path).read_text(encoding="utf-8"))
     directory = Path(order.directory)
     # Before anything starts threads, which then stay on this processor, too.
-    place = launch_environment.detect()
+    placement = launch_environment.detect()
     before = machine.allowed_cpus()
-    if place.local_size <= len(before):
-        launch.pin(place)
-    if place.rank == 0:
+    if placement.local_size <= len(before):
+        launch.pin(placement)
+    if placement.rank == 0:
         _write(directory / NOW, STARTING)
     comm = multiring.init()
     task = STARTING

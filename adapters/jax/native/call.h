@@ -13,7 +13,7 @@ namespace multiring::xla {
 
 /// An error that becomes one of the framework's.
 struct Failure : std::exception {
-  explicit Failure(const mr_error& told) : error(told) {}
+  explicit Failure(const mr_error& cause) : error(cause) {}
   Failure(mr_status status, const std::string& message);
   const char* what() const noexcept override { return error.message; }
   mr_error error = MR_ERROR_INIT;

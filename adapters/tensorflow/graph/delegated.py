@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tensorflow as tf
-from multiring.tensorflow.graph.library import native_library, register_place
+from multiring.tensorflow.graph.library import native_library, register_one_rank
 from multiring.tensorflow.graph.order import run
 
 __all__ = ["Delegated", "add_to_graph", "delegate_to", "new_owner"]
@@ -97,7 +97,7 @@ def delegate_to(function: Callable[[Delegated], None]) -> None:
 
 def new_owner() -> int:
     """A number that tells operations of one owner, such as a group of ranks, from those of others."""
-    return register_place()
+    return register_one_rank()
 
 
 def add_to_graph(

@@ -23,8 +23,8 @@ __all__ = [
     "native_library",
     "native_ops",
     "number_of",
-    "place_of",
-    "register_place",
+    "rank_and_size",
+    "register_one_rank",
 ]
 
 _NAME = "libmultiring_tensorflow.so"
@@ -37,7 +37,7 @@ class _Library:
         ops: Module with a function for each op.
         is_asynchronous: Whether operations wait without holding one of TensorFlow's threads.
         native: It, by its functions of the C ABI.
-        places: Rank and size by the number of each queue.
+        ranks: Rank and size by the number of each queue.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Library:
         path = Path(_core.__file__).parent / "tensorflow" / _NAME
         if not path.exists():
             raise InternalError(f"{path} is missing: this installation of multiring is incomplete")
-        self.places: dict[int, tuple[int, int]] = {}
+        self.ranks: dict[int, tuple[int, int]] = {}
         self.ops = tf.load_op_library(str(path))
         self.native = ctypes.CDLL(str(path))
         self.native.multiring_tensorflow_load_error.restype = ctypes.c_char_p
@@ -59,7 +59,7 @@ class _Library:
         """Number under which graphs refer to a queue."""
         address = address_for_native_code(queue)
         number = int(self.native.multiring_tensorflow_register_queue(address))
-        self.places[number] = queue.rank, queue.size
+        self.ranks[number] = queue.rank, queue.size
         return number
 
 
@@ -83,11 +83,11 @@ def native_library() -> Any:
     return _library().native
 
 
-def register_place() -> int:
+def register_one_rank() -> int:
     """A number that stands for no queue: for operations that others carry out, which no thread owns."""
-    number = min(_library().places, default=0)
+    number = min(_library().ranks, default=0)
     number = min(number, 0) - 1
-    _library().places[number] = 0, 1
+    _library().ranks[number] = 0, 1
     return number
 
 
@@ -99,9 +99,9 @@ def number_of(comm: Communicator) -> int:
     return _numbers[comm]
 
 
-def place_of(number: int) -> tuple[int, int]:
+def rank_and_size(number: int) -> tuple[int, int]:
     """Rank and size of the communicator with this number."""
-    return _library().places[number]
+    return _library().ranks[number]
 
 
 def is_asynchronous() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from multiring._core import ReduceOp
 from multiring.errors import UsageError
-from multiring.tensorflow.graph.library import place_of
+from multiring.tensorflow.graph.library import rank_and_size
 from multiring.tensorflow.graph.order import run
 
 __all__: list[str] = []
@@ -41,37 +41,37 @@ def _linear(op: Any) -> dict[str, Any]:
 @tf.RegisterGradient("MultiringAllreduce")
 def _allreduce_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
     # The gradient of integers is None, on every rank alike.
-    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
     found: list[Tensor] = [None] * len(op.inputs)
-    if places:
-        tensors = [gradients[place] for place in places]
+    if indices:
+        tensors = [gradients[index] for index in indices]
         reduced = run("multiring_allreduce", tensors, [], labels=[], **_linear(op))
-        for place, value in zip(places, reduced, strict=True):
-            found[place] = value
+        for index, value in zip(indices, reduced, strict=True):
+            found[index] = value
     return found
 
 
 @tf.RegisterGradient("MultiringBroadcast")
 def _broadcast_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
-    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
     found: list[Tensor] = [None] * len(gradients)
-    if places:
-        summed = _summed(op, [gradients[place] for place in places])
-        at_root = _place(op)[0] == op.get_attr("root")
-        for place, value in zip(places, summed, strict=True):
+    if indices:
+        summed = _summed(op, [gradients[index] for index in indices])
+        at_root = _rank_and_size(op)[0] == op.get_attr("root")
+        for index, value in zip(indices, summed, strict=True):
             if at_root:
-                found[place] = value
+                found[index] = value
                 continue
             # Without the dependency, a session folds the zeros of a known shape into a constant and skips the
             # allreduce, for which the root waits.
             with tf.control_dependencies([value]):
-                found[place] = tf.zeros_like(value)
+                found[index] = tf.zeros_like(value)
     return found
 
 
 @tf.RegisterGradient("MultiringAllgather")
 def _allgather_gradient(op: Any, gradient: Tensor, _: Tensor) -> list[Tensor]:
-    rank = _place(op)[0]
+    rank = _rank_and_size(op)[0]
     rows = op.outputs[1]
     first = tf.reduce_sum(rows[:rank])
     own = _summed(op, [gradient])[0][first : first + rows[rank]]
@@ -84,7 +84,7 @@ def _reduce_scatter_gradient(op: Any, gradient: Tensor) -> Tensor:
     scale = _double(attributes["prescale_bits"]) * _double(attributes["postscale_bits"])
     joined = run("multiring_allgather", gradient, [], **_attributes(op)).joined
     if attributes["reduce_op"] == _AVERAGE:
-        scale /= _place(op)[1]
+        scale /= _rank_and_size(op)[1]
     return joined if scale == 1.0 else joined * tf.cast(scale, joined.dtype)
 
 
@@ -99,8 +99,8 @@ def _summed(op: Any, tensors: list[Tensor]) -> list[Tensor]:
     return list(run("multiring_allreduce", tensors, [], **options, **_attributes(op)))
 
 
-def _place(op: Any) -> tuple[int, int]:
-    return place_of(op.get_attr("communicator"))
+def _rank_and_size(op: Any) -> tuple[int, int]:
+    return rank_and_size(op.get_attr("communicator"))
 
 
 def _double(bits: int) -> float:

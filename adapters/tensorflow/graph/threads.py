@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from multiring.errors import UsageError
 from multiring.initialization import at_shutdown
-from multiring.tensorflow.graph.library import abort, place_of
+from multiring.tensorflow.graph.library import abort, rank_and_size
 
 __all__ = ["in_py_function", "leave_branch", "reserve", "reserve_at_each_call"]
 
@@ -61,7 +61,7 @@ def reserve(keys: Iterable[_Key]) -> None:
     mine = _owner_here()
     with _lock:
         for key in sorted(keys):
-            if place_of(key[0])[1] == 1:
+            if rank_and_size(key[0])[1] == 1:
                 continue
             owner = _owners.get(key)
             if owner is not None and owner is not mine and owner.is_alive():
@@ -71,13 +71,13 @@ def reserve(keys: Iterable[_Key]) -> None:
             return
     number, name = key
     message = (
-        f"'{name}' on rank {place_of(number)[0]} was called from thread '{mine.name}' and belongs to thread "
-        f"'{owner.name}': ranks may reach operations of two threads in different order, so that one thread's "
-        "would meet the other's; give each thread a communicator of its own (comm.split(0)), or its "
+        f"'{name}' on rank {rank_and_size(number)[0]} was called from thread '{mine.name}' and belongs to "
+        f"thread '{owner.name}': ranks may reach operations of two threads in different order, so that one "
+        "thread's would meet the other's; give each thread a communicator of its own (comm.split(0)), or its "
         "operations names of their own"
     )
     abort(number, message)
-    raise UsageError(message, rank=place_of(number)[0], tensor=name)
+    raise UsageError(message, rank=rank_and_size(number)[0], tensor=name)
 
 
 def reserve_at_each_call(graph: Any, key: _Key) -> None:

@@ -152,7 +152,7 @@ class LazyReduction:
             return [] if held is None else held.variables
 
         if self._backend == "tensorflow":
-            from multiring.tensorflow.gradients import GradientReduction, kinds_of
+            from multiring.tensorflow.gradient_reduction import GradientReduction, kinds_of
 
             return GradientReduction(
                 variables, comm, self._options.reduction, kinds=kinds_of(gradients), state=state

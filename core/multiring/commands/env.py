@@ -96,17 +96,17 @@ def _machine() -> dict[str, Any]:
 
 def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
     try:
-        place = launch_environment.detect(environ)
+        placement = launch_environment.detect(environ)
     except (UsageError, ImportError) as error:  # the native library is loaded where there is a rank
         return {"name": "unclear", "problem": str(error)}
     return {
-        "name": place.launcher,
-        "rank": place.rank,
-        "size": place.size,
-        "local rank": place.local_rank,
-        "local size": place.local_size,
-        "store": place.store_url,
-        "job": place.job_id,
+        "name": placement.launcher,
+        "rank": placement.rank,
+        "size": placement.size,
+        "local rank": placement.local_rank,
+        "local size": placement.local_size,
+        "store": placement.store_url,
+        "job": placement.job_id,
     }
 
 

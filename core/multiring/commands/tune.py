@@ -169,9 +169,9 @@ def _table(measured: Sequence[Measured], predicted: Sequence[float | None], tuni
             lines.append("")
         size = one.nbytes
         chosen = next((each for each in tuning.classes if size <= each.up_to), tuning.classes[-1])
-        told = "-" if expected is None else units.seconds_text(expected)
+        seconds = "-" if expected is None else units.seconds_text(expected)
         lines.append(
-            f"{units.size_text(size):>10}  {one.algorithm!s:<16}  {told:>10}  "
+            f"{units.size_text(size):>10}  {one.algorithm!s:<16}  {seconds:>10}  "
             f"{units.seconds_text(one.seconds):>10}"
             + ("  chosen" if one.algorithm == chosen.algorithm else "")
         )

@@ -110,8 +110,8 @@ class BucketMemory:
 
     def slot(self, index: int) -> Bytes:
         """Memory of one gradient. Shape (nbytes,)."""
-        place = self._slots[index]
-        return self._arena[place.offset : place.offset + place.nbytes]
+        slot = self._slots[index]
+        return self._arena[slot.offset : slot.offset + slot.nbytes]
 
     @property
     def views(self) -> list[NDArray[Any]]:
@@ -137,13 +137,13 @@ class BucketMemory:
         lengths: list[int] = []
         done = bucket.offset
         for slot in bucket.slots:
-            place = elsewhere.get(slot.index)
-            if place is None or slot.nbytes == 0:
+            buffer = elsewhere.get(slot.index)
+            if buffer is None or slot.nbytes == 0:
                 continue
             if slot.offset > done:
                 addresses.append(arena + done)
                 lengths.append(slot.offset - done)
-            addresses.append(place.address)
+            addresses.append(buffer.address)
             lengths.append(slot.nbytes)
             done = slot.offset + slot.nbytes
         addresses.append(arena + done)  # the flags at least

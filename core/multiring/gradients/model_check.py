@@ -67,15 +67,15 @@ def _first_difference(everyone: Mapping[int, tuple[str, list[Entry]]]) -> tuple[
     topics = {rank: what for rank, (what, _) in everyone.items()}
     if len(set(topics.values())) > 1:
         return None, _who_has(topics, "they compare")
-    for place in range(max(len(entries) for _, entries in everyone.values())):
-        found = {r: entries[place] if place < len(entries) else None for r, (_, entries) in everyone.items()}
+    for index in range(max(len(entries) for _, entries in everyone.values())):
+        found = {r: entries[index] if index < len(entries) else None for r, (_, entries) in everyone.items()}
         if len(set(found.values())) > 1:
             name = next(entry[0] for entry in found.values() if entry is not None)
             shown = {
                 rank: "nothing" if entry is None else f"'{entry[0]}' {entry[1]}".rstrip()
                 for rank, entry in found.items()
             }
-            return name, _who_has(shown, f"entry {place} is")
+            return name, _who_has(shown, f"entry {index} is")
     return None, "their lists differ"  # unreachable unless a hash collides
 
 
@@ -84,8 +84,8 @@ def _differing(everyone: Sequence[Sequence[Entry]]) -> list[Entry]:
     first, *others = everyone
     return [
         entry
-        for place, entry in enumerate(first)
-        if any(place >= len(other) or other[place] != entry for other in others)
+        for index, entry in enumerate(first)
+        if any(index >= len(other) or other[index] != entry for other in others)
     ]
 
 

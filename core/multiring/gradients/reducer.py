@@ -362,8 +362,8 @@ class GradientReducer:
 
     def _memory_of(self, current: Round, index: int) -> Bytes:
         """Where a gradient of the round lies."""
-        place = current.elsewhere.get(index)
-        return self.slot(index) if place is None else bytes_at(place.address, self.specs[index].nbytes)
+        buffer = current.elsewhere.get(index)
+        return self.slot(index) if buffer is None else bytes_at(buffer.address, self.specs[index].nbytes)
 
     def _multiply(self, current: Round, bucket: Bucket, factor: float) -> None:
         for slot in bucket.slots:

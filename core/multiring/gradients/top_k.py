@@ -1,8 +1,8 @@
-"""Buckets of which every rank sends only the largest entries, as places and values (`TopK`).
+"""Buckets of which every rank sends only the largest entries, as indices and values (`TopK`).
 
 For each bucket one allgather carries the *records* of all ranks, all of the same length:
 
-    | 1 byte per slot: this rank has a new gradient | 1 byte: it has data | padding | places | values |
+    | 1 byte per slot: this rank has a new gradient | 1 byte: it has data | padding | indices | values |
 
 Every rank adds up the same records in the canonical order of the ranks, with zeros where a rank has sent
 nothing, so all have the same bits, and with a ratio of 1 those of an allreduce.
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 __all__ = ["TopKExchange", "add_up", "largest", "make_exchange"]
 
 Values = NDArray[Any]
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 _ALIGNMENT = 8
 # Entries that are added up at a time, of all ranks: they stay in the second cache.
 _BLOCK = 1 << 16
 
 
-def largest(values: Values, count: int) -> Places:
-    """Places of the `count` entries of largest magnitude, ascending; the first of equal ones.
+def largest(values: Values, count: int) -> Indices:
+    """Indices of the `count` entries of largest magnitude, ascending; the first of equal ones.
 
     What is not finite is larger than all else. The choice depends on nothing but the values.
     """
@@ -64,22 +64,22 @@ def largest(values: Values, count: int) -> Places:
     return np.sort(np.concatenate((above, equal)))
 
 
-def add_up(places: Sequence[Places], values: Sequence[Values], entries: int, op: str) -> Values:
+def add_up(indices: Sequence[Indices], values: Sequence[Values], entries: int, op: str) -> Values:
     """What ranks have sent, reduced in the canonical order with zeros where a rank has sent nothing.
 
     Args:
-        places: Of each rank, ascending.
-        values: At these places.
+        indices: Of each rank, ascending.
+        values: At these indices.
         entries: Of the result.
         op: "sum" or "average".
     """
     result = np.zeros(entries, values[0].dtype)
-    union = np.unique(np.concatenate(places))
-    width = max(1, _BLOCK // len(places))
+    union = np.unique(np.concatenate(indices))
+    width = max(1, _BLOCK // len(indices))
     for begin in range(0, len(union), width):
         columns = union[begin : begin + width]
-        rows = np.zeros((len(places), len(columns)), result.dtype)
-        for row, mine, sent in zip(rows, places, values, strict=True):
+        rows = np.zeros((len(indices), len(columns)), result.dtype)
+        for row, mine, sent in zip(rows, indices, values, strict=True):
             first, last = np.searchsorted(mine, (columns[0], columns[-1] + 1))
             row[np.searchsorted(columns, mine[first:last])] = sent[first:last]
         native.ArrayReduction(list(rows), [rows[0]], reduce_op(op))()
@@ -97,26 +97,26 @@ class _Record:
     dtype: np.dtype[Any]
 
     @property
-    def place_type(self) -> np.dtype[Any]:
+    def index_type(self) -> np.dtype[Any]:
         return np.dtype(np.uint32 if self.entries <= 1 << 32 else np.uint64)
 
     @property
-    def places_at(self) -> int:
+    def indices_at(self) -> int:
         return -(-(self.slots + 1) // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def values_at(self) -> int:
-        nbytes = self.count * self.place_type.itemsize
-        return self.places_at + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        nbytes = self.count * self.index_type.itemsize
+        return self.indices_at + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def nbytes(self) -> int:
         return self.values_at + self.count * self.dtype.itemsize
 
-    def places(self, record: Bytes) -> Values:
-        """A view of the places in a record."""
-        end = self.places_at + self.count * self.place_type.itemsize
-        return record[self.places_at : end].view(self.place_type)
+    def indices(self, record: Bytes) -> Values:
+        """A view of the indices in a record."""
+        end = self.indices_at + self.count * self.index_type.itemsize
+        return record[self.indices_at : end].view(self.index_type)
 
     def values(self, record: Bytes) -> Values:
         """A view of the values in a record."""
@@ -165,7 +165,7 @@ class TopKExchange:
         message = np.zeros(record.nbytes, np.uint8)
         message[: len(produced)] = np.asarray(produced) != 0
         message[len(produced)] = active
-        record.places(message)[:] = chosen
+        record.indices(message)[:] = chosen
         record.values(message)[:] = values[chosen]
         values[chosen] = 0
         self._sent[number] = _Sent(record, values, own)
@@ -178,7 +178,7 @@ class TopKExchange:
         flags = messages[:, : record.slots + 1] != 0
         produced = flags[:, : record.slots].any(axis=0)
         reduced = add_up(
-            [record.places(message).astype(np.int64) for message in messages],
+            [record.indices(message).astype(np.int64) for message in messages],
             [record.values(message) for message in messages],
             record.entries,
             self._options.op,
@@ -192,7 +192,7 @@ class TopKExchange:
             begin = part.stop
             if not is_produced:
                 continue
-            self._place(slot.index, slot.nbytes, elsewhere).view(record.dtype)[:] = reduced[part]
+            self._gradient_bytes(slot.index, slot.nbytes, elsewhere).view(record.dtype)[:] = reduced[part]
             if is_own:
                 self._keep(self._specs[slot.index].name, sent.rest[part])
         return produced, flags[:, record.slots]
@@ -251,15 +251,15 @@ class TopKExchange:
             begin += len(part)
             if not is_own:
                 continue
-            gradient = self._place(slot.index, slot.nbytes, elsewhere).view(dtype)
+            gradient = self._gradient_bytes(slot.index, slot.nbytes, elsewhere).view(dtype)
             np.multiply(gradient, dtype.type(self._options.prescale), out=part)
             if (residual := self.residuals.get(self._specs[slot.index].name)) is not None:
                 np.add(part, residual, out=part, where=residual != 0)  # -0.0 stays what it is
         return values
 
-    def _place(self, index: int, nbytes: int, elsewhere: Elsewhere) -> Bytes:
-        place = elsewhere.get(index)
-        return self._memory.slot(index) if place is None else bytes_at(place.address, nbytes)
+    def _gradient_bytes(self, index: int, nbytes: int, elsewhere: Elsewhere) -> Bytes:
+        buffer = elsewhere.get(index)
+        return self._memory.slot(index) if buffer is None else bytes_at(buffer.address, nbytes)
 
     def _keep(self, name: str, rest: Values) -> None:
         # Infinities and NaNs would never leave it. They are the first to be sent, so all ranks know of them.

@@ -16,7 +16,7 @@ from typing import Any
 from multiring import _core
 from multiring.errors import MultiringError, UsageError
 from multiring.rendezvous import launch_environment, offered_store
-from multiring.rendezvous.children import check_not_taken, forget_place, note_place
+from multiring.rendezvous.children import check_not_taken, forget_placement, note_placement
 from multiring.rendezvous.joined import HOSTS_KEY
 from multiring.rendezvous.launch_environment import Placement
 from multiring.rendezvous.mpi import job as mpi_job
@@ -68,21 +68,21 @@ def connect(comm: Any, settings: Settings, generation: int, held: ExitStack) -> 
     """
     if comm is not None:
         return _connect_mpi(mpi_job.join_communicator(comm, settings), settings)
-    place = launch_environment.detect()
-    if place.size == 1:
-        return _connect_launched(place, settings, generation)
-    check_not_taken(place)
-    core = _connect_ranks(place, settings, generation)
-    note_place(place)
-    held.callback(forget_place)
+    placement = launch_environment.detect()
+    if placement.size == 1:
+        return _connect_launched(placement, settings, generation)
+    check_not_taken(placement)
+    core = _connect_ranks(placement, settings, generation)
+    note_placement(placement)
+    held.callback(forget_placement)
     return core
 
 
-def _connect_ranks(place: Placement, settings: Settings, generation: int) -> _core.Communicator:
-    if carries(settings, place.launcher, place.is_spread):
-        job = mpi_job.join_launched(place.rank, place.size, place.launcher, settings)
+def _connect_ranks(placement: Placement, settings: Settings, generation: int) -> _core.Communicator:
+    if carries(settings, placement.launcher, placement.is_spread):
+        job = mpi_job.join_launched(placement.rank, placement.size, placement.launcher, settings)
         return _connect_mpi(job, settings)
-    return _connect_launched(place, settings, generation)
+    return _connect_launched(placement, settings, generation)
 
 
 def connect_members(
@@ -124,11 +124,11 @@ def _options(rank: int, size: int, settings: Settings) -> _core.WorldOptions:
 
 def _warn(message: str) -> None:
     """Writes what the native core has to say into the log, and where the user's program is."""
-    where = _place_in_program()
+    where = _calling_line()
     _log.warning("%s%s", message, f" (this rank is at {where})" if where else "")
 
 
-def _place_in_program() -> str:
+def _calling_line() -> str:
     """File and line where the main thread is outside of installed packages, and which function of ours it has
     called there; empty: not known."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -144,21 +144,25 @@ def _place_in_program() -> str:
 
 
 @contextmanager
-def _telling_if_late(place: Placement, settings: Settings) -> Iterator[None]:
+def _telling_if_late(placement: Placement, settings: Settings) -> Iterator[None]:
     """Warns if this rank waits where ranks meet: rank 1, and one of each host. Whom rank 0 waits for it says
     itself."""
     whom = "rank 0, which has not come, or waits for others itself"
-    if place.launcher == "multiring":
+    if placement.launcher == "multiring":
         whom = "the store of multiring run, which cannot be reached"
     timer = threading.Timer(
         settings.stall_warning,
         lambda: _warn(
-            f"rank {place.rank} of {place.size} has waited {settings.stall_warning:g} s in init for {whom}"
-            f"{offered_store.HOW_TO_SILENCE}"
+            f"rank {placement.rank} of {placement.size} has waited {settings.stall_warning:g} s in init for "
+            f"{whom}{offered_store.HOW_TO_SILENCE}"
         ),
     )
     timer.daemon = True
-    if settings.stall_warning > 0 and place.rank > 0 and (place.rank == 1 or place.local_rank == 0):
+    if (
+        settings.stall_warning > 0
+        and placement.rank > 0
+        and (placement.rank == 1 or placement.local_rank == 0)
+    ):
         with suppress(RuntimeError):  # no thread is left
             timer.start()
     try:
@@ -180,88 +184,90 @@ def _connect_mpi(job: mpi_job.MpiJob, settings: Settings) -> _core.Communicator:
         return _core.connect(_Prefixed(store, f"{job.job_id}/"), options)
 
 
-def _connect_launched(place: Placement, settings: Settings, generation: int) -> _core.Communicator:
-    options = _options(place.rank, place.size, settings)
-    options.spread = place.is_spread and place.size > 1
+def _connect_launched(placement: Placement, settings: Settings, generation: int) -> _core.Communicator:
+    options = _options(placement.rank, placement.size, settings)
+    options.spread = placement.is_spread and placement.size > 1
     with ExitStack() as stack:
         store: Store | None = None
-        if place.size > 1:
-            with _telling_if_late(place, settings):
-                place, opened, prefix = _meet(place, settings, generation)
+        if placement.size > 1:
+            with _telling_if_late(placement, settings):
+                placement, opened, prefix = _meet(placement, settings, generation)
             stack.enter_context(opened)
             store = _Prefixed(opened, prefix)
-            options.hosts = _hosts_of_ranks(place, opened)
-            if isinstance(opened, FileStore) and not place.is_spread:
+            options.hosts = _hosts_of_ranks(placement, opened)
+            if isinstance(opened, FileStore) and not placement.is_spread:
                 options.socket_directory = str(opened.directory)
-        options.secret = place.secret or b""
-        options.job = f"{place.job_id}/{generation}"
+        options.secret = placement.secret or b""
+        options.job = f"{placement.job_id}/{generation}"
         return _core.connect(store, options)
 
 
-def _hosts_of_ranks(place: Placement, store: Store) -> list[str]:
+def _hosts_of_ranks(placement: Placement, store: Store) -> list[str]:
     """What the launcher calls the host of each rank; empty: it has not said."""
-    if place.launcher != "multiring" or place.cross_size == 1:
+    if placement.launcher != "multiring" or placement.cross_size == 1:
         return []
     with suppress(MultiringError):  # no key, as under a launcher of another version
         return store.get(HOSTS_KEY, 0.0).decode().split("\n")
     return []
 
 
-def _meet(place: Placement, settings: Settings, generation: int) -> tuple[Placement, Store, str]:
+def _meet(placement: Placement, settings: Settings, generation: int) -> tuple[Placement, Store, str]:
     """The place with all that is known once the ranks have met, the store where they did, and how the keys of
     this generation begin there."""
-    meeting = importlib.import_module(_MEETINGS[place.launcher]) if place.launcher in _MEETINGS else None
-    if meeting is not None and meeting.is_meant(place):
-        place, store = meeting.meet(place, settings)
-        return place, store, f"{place.job_id}/"  # another one each time
+    meeting = (
+        importlib.import_module(_MEETINGS[placement.launcher]) if placement.launcher in _MEETINGS else None
+    )
+    if meeting is not None and meeting.is_meant(placement):
+        placement, store = meeting.meet(placement, settings)
+        return placement, store, f"{placement.job_id}/"  # another one each time
     prefix = f"generation-{generation}/"
-    if place.launcher == "slurm" and not settings.store:
+    if placement.launcher == "slurm" and not settings.store:
         # What follows from the job's name may be what follows from another one's. All ranks know the name.
-        prefix = f"{place.job_id}/{prefix}"
-    if place.launcher == "multiring":  # which has made the store for this job
-        return place, _open(place, settings, settings.timeout), prefix
-    reopen = functools.partial(_open, place, settings)
-    return place, *offered_store.meet(
-        place.rank,
-        place.size,
+        prefix = f"{placement.job_id}/{prefix}"
+    if placement.launcher == "multiring":  # which has made the store for this job
+        return placement, _open(placement, settings, settings.timeout), prefix
+    reopen = functools.partial(_open, placement, settings)
+    return placement, *offered_store.meet(
+        placement.rank,
+        placement.size,
         prefix,
         settings.timeout,
         reopen,
-        job=place.launcher_job,
+        job=placement.launcher_job,
         warn_after=settings.stall_warning,
     )
 
 
-def _open(place: Placement, settings: Settings, timeout: float) -> Store:
+def _open(placement: Placement, settings: Settings, timeout: float) -> Store:
     """Opens the store where the ranks meet. A foreign launcher serves none: where one is named, rank 0
     does."""
-    others = _serve(place) if place.rank == 0 and place.launcher != "multiring" else None
+    others = _serve(placement) if placement.rank == 0 and placement.launcher != "multiring" else None
     if others is not None and not settings.store:  # the one that does is not part of this job
         raise UsageError(
-            f"rank 0 cannot serve the store {place.store_url}, where the ranks of this job meet: {others}. "
-            "Set MULTIRING_STORE to a port that is free there, and MULTIRING_SECRET, both the same on all "
-            "ranks (docs/clusters.md)"
+            f"rank 0 cannot serve the store {placement.store_url}, where the ranks of this job meet: "
+            f"{others}. Set MULTIRING_STORE to a port that is free there, and MULTIRING_SECRET, both the "
+            "same on all ranks (docs/clusters.md)"
         ) from others
     why = OTHER_SECRET if settings.secret else OTHER_USER_SECRET
     try:
-        return open_store(place.store_url, place.secret, timeout, why, settings.timeout)
+        return open_store(placement.store_url, placement.secret, timeout, why, settings.timeout)
     except MultiringError as error:
         if others is not None:
             error.args = (f"{error}. Rank 0 does not serve it either, since {others}",)
         raise
 
 
-def _serve(place: Placement) -> UsageError | None:
+def _serve(placement: Placement) -> UsageError | None:
     """Serves the store as long as this process lives, or says why it does not: others may be reading when it
     has joined, or shut down."""
-    if place.store_url in _served:
+    if placement.store_url in _served:
         return None
     try:
-        server = serve_store(place.store_url, place.secret)
+        server = serve_store(placement.store_url, placement.secret)
     except UsageError as error:
         return error
     if server is not None:
-        _served.add(place.store_url)
+        _served.add(placement.store_url)
         process = os.getpid()
         atexit.register(lambda: server.close() if os.getpid() == process else None)  # not of a fork
     return None

@@ -14,11 +14,13 @@ from multiring.store import OTHER_SECRET, open_store
 if TYPE_CHECKING:
     from multiring.settings import Settings
 
-__all__ = ["HOSTS_KEY", "JOINED_KEY", "TOLD_KEY", "tell_launcher"]
+__all__ = ["EXPLAINED_KEY", "HOSTS_KEY", "JOINED_KEY", "tell_launcher"]
 
 HOSTS_KEY = "launcher/hosts"  # set by the launcher: what it calls the host of each rank, one line for each
 JOINED_KEY = "launcher/joined"
-TOLD_KEY = "launcher/told"  # the program has told the user why it ends with another exit code than 0
+EXPLAINED_KEY = (
+    "launcher/explained"  # the program has told the user why it ends with another exit code than 0
+)
 _SECONDS = 10.0
 
 

@@ -92,38 +92,38 @@ def detect(
             multiring has a value that is not accepted, or the job spans several hosts that have no store.
     """
     settings = config.load(environ)
-    place = _from_multiring(settings)
+    placement = _from_multiring(settings)
     for launcher, (is_recognised, read) in _FOREIGN.items():
-        if place is None and is_recognised(environ):
-            place = read(_Job(launcher, environ, settings, launcher_process or _launcher_process))
-    if place is not None:
-        return _checked(place, settings, environ)
+        if placement is None and is_recognised(environ):
+            placement = read(_Job(launcher, environ, settings, launcher_process or _launcher_process))
+    if placement is not None:
+        return _checked(placement, settings, environ)
     return Placement(0, 1, 0, 1, 0, 1, "none", "", None, f"none-{os.getpid()}")
 
 
-def _checked(place: Placement, settings: Settings, environ: Mapping[str, str]) -> Placement:
+def _checked(placement: Placement, settings: Settings, environ: Mapping[str, str]) -> Placement:
     pairs = (
-        ("rank", place.rank, place.size),
-        ("local rank", place.local_rank, place.local_size),
-        ("cross rank", place.cross_rank, place.cross_size),
+        ("rank", placement.rank, placement.size),
+        ("local rank", placement.local_rank, placement.local_size),
+        ("cross rank", placement.cross_rank, placement.cross_size),
     )
     for name, index, count in pairs:
         if not 0 <= index < count:
             raise UsageError(
-                f"launcher {place.launcher}: {name} {index} of {count} cannot be: are variables left over "
-                "from another job in the environment?"
+                f"launcher {placement.launcher}: {name} {index} of {count} cannot be: are variables left "
+                "over from another job in the environment?"
             )
     # Else the ranks would look for each other in a directory of their own host.
-    is_private = not settings.store and place.store_url.startswith("file:")
-    meets = not is_private or carries(settings, place.launcher, place.is_spread, environ)
-    if place.is_spread and place.launcher != "multiring" and not meets:
+    is_private = not settings.store and placement.store_url.startswith("file:")
+    meets = not is_private or carries(settings, placement.launcher, placement.is_spread, environ)
+    if placement.is_spread and placement.launcher != "multiring" and not meets:
         raise UsageError(
-            f"launcher {place.launcher}: the job has {place.size} ranks, {place.local_size} of them on this "
-            "host, and no store where ranks of several hosts meet: start it by `multiring run -H`, or run "
-            "`multiring build mpi` if MPI starts it, or set MULTIRING_STORE and MULTIRING_SECRET, both the "
-            "same on all ranks (docs/clusters.md)"
+            f"launcher {placement.launcher}: the job has {placement.size} ranks, {placement.local_size} of "
+            "them on this host, and no store where ranks of several hosts meet: start it by `multiring run "
+            "-H`, or run `multiring build mpi` if MPI starts it, or set MULTIRING_STORE and "
+            "MULTIRING_SECRET, both the same on all ranks (docs/clusters.md)"
         )
-    return place
+    return placement
 
 
 def _from_multiring(settings: Settings) -> Placement | None:
@@ -188,7 +188,7 @@ class _Job:
         """The values of variables, empty where there is none."""
         return [self.environ.get(name, "") for name in names]
 
-    def place(
+    def placement(
         self,
         rank: int,
         size: int,
@@ -219,7 +219,7 @@ def _torchrun(job: _Job) -> Placement:
     # /tmp/torchelastic_x1b2/<run id>_a3c4/attempt_0/<local rank>/error.json
     attempt = os.path.dirname(os.path.dirname(environ.get("TORCHELASTIC_ERROR_FILE", "")))
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    place = job.place(
+    placement = job.placement(
         *(number("RANK"), size),
         (number("LOCAL_RANK"), local_size),
         (number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", _hosts(size, local_size))),
@@ -228,12 +228,12 @@ def _torchrun(job: _Job) -> Placement:
     )
     # Else rank 0 of torch.distributed would have to serve that store, and there may be none.
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in environ
-    if job.settings.store or not place.is_spread or not has_store:
-        return place
+    if job.settings.store or not placement.is_spread or not has_store:
+        return placement
     host = environ["MASTER_ADDR"]
     address = f"{f'[{host}]' if ':' in host else host}:{number('MASTER_PORT')}"
     run = urllib.parse.quote(environ["TORCHELASTIC_RUN_ID"], safe="")
-    return dataclasses.replace(place, store_url=f"{TORCHRUN_SCHEME}{address}/{run}")
+    return dataclasses.replace(placement, store_url=f"{TORCHRUN_SCHEME}{address}/{run}")
 
 
 def _openmpi(job: _Job) -> Placement:
@@ -245,7 +245,7 @@ def _openmpi(job: _Job) -> Placement:
     key = job.texts(*names)
     if not any(key):
         key = [job.launcher_process("OMPI_COMM_WORLD_RANK")]
-    return job.place(
+    return job.placement(
         rank, size, local, (0, _hosts(size, local_size)), key, job.environ.get("PMIX_NAMESPACE", "")
     )
 
@@ -254,7 +254,7 @@ def _mpich(job: _Job) -> Placement:
     rank, size = job.number("PMI_RANK"), job.number("PMI_SIZE")
     local = job.number("MPI_LOCALRANKID"), job.number("MPI_LOCALNRANKS", size)
     key = [job.launcher_process("MPI_LOCALRANKID")]  # Hydra gives a job no name
-    return job.place(rank, size, local, (0, _hosts(size, local[1])), key)
+    return job.placement(rank, size, local, (0, _hosts(size, local[1])), key)
 
 
 def _slurm(job: _Job) -> Placement:
@@ -268,8 +268,8 @@ def _slurm(job: _Job) -> Placement:
     rank = number("SLURM_PROCID")
     local = number("SLURM_LOCALID", rank), tasks[host] if host < len(tasks) else size // hosts
     name = ".".join(filter(None, job.texts("SLURM_JOB_ID", "SLURM_STEP_ID")))
-    place = job.place(rank, size, local, (host, hosts), key, name)
-    return _meeting_on_first_host(place, job.settings, environ, key) if place.is_spread else place
+    placement = job.placement(rank, size, local, (host, hosts), key, name)
+    return _meeting_on_first_host(placement, job.settings, environ, key) if placement.is_spread else placement
 
 
 # How ranks of foreign launchers are recognised, and read.
@@ -283,7 +283,7 @@ _FOREIGN: dict[str, tuple[Callable[[Mapping[str, str]], bool], Callable[[_Job], 
 
 
 def _meeting_on_first_host(
-    place: Placement, settings: Settings, environ: Mapping[str, str], key: list[str]
+    placement: Placement, settings: Settings, environ: Mapping[str, str], key: list[str]
 ) -> Placement:
     """The place with a store on the host of rank 0, where the user has named none.
 
@@ -291,12 +291,12 @@ def _meeting_on_first_host(
     """
     host = slurm.first_host(environ.get("SLURM_STEP_NODELIST", ""))
     if settings.store or not host:
-        return place
+        return placement
     name = f"slurm-{_digest('slurm', key)}"
     digest = hashlib.sha256(name.encode()).digest()
     port = _SLURM_PORTS[int.from_bytes(digest[:4]) % len(_SLURM_PORTS)]
     secret = settings.secret or job_secret(name)
-    return dataclasses.replace(place, store_url=f"tcp://{host}:{port}", secret=secret)
+    return dataclasses.replace(placement, store_url=f"tcp://{host}:{port}", secret=secret)
 
 
 def _hosts(size: int, local_size: int) -> int:

@@ -65,10 +65,10 @@ def offer_store(interfaces: Sequence[str], secret: bytes | None = None) -> dict[
     wanted = [each for each in addresses if ":" not in each] or addresses  # one family: a port listens on one
     only_ipv6 = bool(wanted) and ":" in wanted[0]
     server, served = _serve("::" if only_ipv6 else "0.0.0.0", secret)
-    told = [*wanted[:_MAX_ADDRESSES], "::1" if only_ipv6 else "127.0.0.1"]
+    published = [*wanted[:_MAX_ADDRESSES], "::1" if only_ipv6 else "127.0.0.1"]
     return {
         "job": secrets.token_hex(8),
-        "addresses": [(host, server.port) for host in told],
+        "addresses": [(host, server.port) for host in published],
         "secret": served.hex(),
     }
 

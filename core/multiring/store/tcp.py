@@ -161,8 +161,8 @@ class TcpStoreServer(ClosedOnExit):
         now = time.monotonic()
         with self._peers_lock:
             untrusted = [peer for peer in self._peers if not peer.trusted]
-        for place, peer in enumerate(untrusted):
-            if now - peer.arrived > _HANDSHAKE_SECONDS or place < len(untrusted) - _MAX_UNTRUSTED:
+        for index, peer in enumerate(untrusted):
+            if now - peer.arrived > _HANDSHAKE_SECONDS or index < len(untrusted) - _MAX_UNTRUSTED:
                 peer.hang_up()
 
     def _serve(self, peer: _Peer) -> None:

@@ -128,27 +128,27 @@ class _Reader:
                 self._refuse(f"classes[{index}].up_to_bytes", "is not larger than that of the class before")
         return Tuning(tuple(ranks), tuple(classes))
 
-    def _size_class(self, place: str, found: Any, ranks: Sequence[int]) -> SizeClass:
+    def _size_class(self, field: str, found: Any, ranks: Sequence[int]) -> SizeClass:
         if not isinstance(found, dict):
-            self._refuse(place, "is not an object")
+            self._refuse(field, "is not an object")
         up_to, mode, segment = found.get("up_to_bytes"), found.get("mode"), found.get("segment_bytes", 0)
-        self._require_number(f"{place}.up_to_bytes", up_to, 1)
-        self._require_number(f"{place}.segment_bytes", segment, 0)
+        self._require_number(f"{field}.up_to_bytes", up_to, 1)
+        self._require_number(f"{field}.segment_bytes", segment, 0)
         if not isinstance(mode, str) or not mode:
-            self._refuse(f"{place}.mode", f"is not {ROUNDS!r}, {AUTO!r} or a mode such as '2tx4d'")
+            self._refuse(f"{field}.mode", f"is not {ROUNDS!r}, {AUTO!r} or a mode such as '2tx4d'")
         if mode == ROUNDS and segment:
-            self._refuse(f"{place}.segment_bytes", "has to be 0: rounds have no segments")
+            self._refuse(f"{field}.segment_bytes", "has to be 0: rounds have no segments")
         if mode not in (ROUNDS, AUTO):
-            self._require_fit(f"{place}.mode", mode, ranks)
+            self._require_fit(f"{field}.mode", mode, ranks)
         return SizeClass(up_to, Algorithm(mode, segment))
 
-    def _require_fit(self, place: str, mode: str, ranks: Sequence[int]) -> None:
+    def _require_fit(self, field: str, mode: str, ranks: Sequence[int]) -> None:
         request = native.PlanRequest()
         request.count, request.mode, request.order = 1, mode, "any"  # the core replaces rings where it has to
         try:
             native.Plan(native.Cluster(list(ranks), [native.Interface(1e9, 0.0)]), request)
         except UsageError as error:
-            self._refuse(place, f"does not fit: {error}")
+            self._refuse(field, f"does not fit: {error}")
 
     def _list(self, found: dict[str, Any], name: str) -> list[Any]:
         value = found.get(name)
@@ -157,9 +157,9 @@ class _Reader:
         assert isinstance(value, list)
         return value
 
-    def _require_number(self, place: str, value: Any, least: int) -> None:
+    def _require_number(self, field: str, value: Any, least: int) -> None:
         if type(value) is not int or not least <= value < 1 << 62:
-            self._refuse(place, f"is {value!r}, not an integer of {least} or more")
+            self._refuse(field, f"is {value!r}, not an integer of {least} or more")
 
-    def _refuse(self, place: str, why: str) -> None:
-        raise UsageError(f"{self._path}: {place} {why}; write the file anew with `multiring tune`")
+    def _refuse(self, field: str, why: str) -> None:
+        raise UsageError(f"{self._path}: {field} {why}; write the file anew with `multiring tune`")

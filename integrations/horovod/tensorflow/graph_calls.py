@@ -167,7 +167,7 @@ def _join(operation: Delegated) -> None:
 def _end(operation: Delegated, results: Any, error: Exception | None) -> None:
     if error is not None:
         cause = error.__cause__ or error  # multiring's own, if there is one
-        told = text_of(cause) if isinstance(cause, MultiringError) else f"{type(cause).__name__}: {error}"
-        operation.fail(code_of(error), told)
+        text = text_of(cause) if isinstance(cause, MultiringError) else f"{type(cause).__name__}: {error}"
+        operation.fail(code_of(error), text)
     else:
         operation.succeed(() if operation.outputs is not None else results)

@@ -37,7 +37,8 @@ from tests.support import REPOSITORY
         "type": r"the solver to train: .*'type of solver' FakeSolver on rank 0, but .*NesterovSolver",
         "momentum": r"the solver to train: .*'momentum' 0.5 on rank 0, but 'momentum' 0.9 on rank 1",
         "base_lr": r"at step 8: .*'base_lr' 0.1 on rank 0, but 'base_lr' 0.01 on rank 1",
-        "iteration": r"of the solver: it is 2 on rank 0, where 5 comes next; .* Call restore\(\)",
+        "iteration": r"Call restore\(\) .* rank 0 asked for allgather 'gradients of iteration 2, "
+        r"where 5 comes next'",
     },
 )
 def test_solvers_that_differ(comm: Communicator, what: str) -> None:
@@ -102,8 +103,9 @@ def test_histories_that_differ_are_found_after_broadcast(comm: Communicator) -> 
     MismatchError,
     where={
         "everywhere": None,
-        "root": r"iteration of the solver: it is 3 on rank 0, where 4 comes next; .* Call restore\(\) with",
-        "others": r"iteration of the solver: it is 3 on ranks 1, 2, where 4 comes next",
+        "root": r"Call restore\(\) with .* rank 0 asked for allgather 'gradients of iteration 3, "
+        r"where 4 comes next'",
+        "others": r"ranks 1, 2 asked for allgather 'gradients of iteration 3, where 4 comes next'",
     },
 )
 @pytest.mark.parametrize("overlap", [False, True])

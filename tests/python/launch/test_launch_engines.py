@@ -115,18 +115,18 @@ def given(launcher: str, rank: int, size: int, local: int = 0, host: int = 0) ->
 def test_a_rank_finds_its_place_on_uneven_hosts() -> None:
     """Slurm has started two tasks on each host, of which the second one on the second host is too many."""
     found = [
-        engine_rank._place([2, 1], given("slurm", 2 * host + local, 4, local, host))
+        engine_rank._assignment([2, 1], given("slurm", 2 * host + local, 4, local, host))
         for host, local in [(0, 0), (0, 1), (1, 0), (1, 1)]
     ]
     rank_slots = [
         place and (place.rank, place.size, place.slot.local_rank, place.slot.local_size) for place in found
     ]
     assert rank_slots == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1), None]
-    place = engine_rank._place([2, 1], given("openmpi", 2, 3))
+    place = engine_rank._assignment([2, 1], given("openmpi", 2, 3))
     assert (place.rank, place.slot.cross_rank, place.slot.local_size) == (2, 1, 1)
     for wrong in (given("openmpi", 0, 1), given("slurm", 0, 3), given("slurm", 4, 4, 0, 2)):
         with pytest.raises(UsageError, match="start it by --engine ssh"):
-            engine_rank._place([2, 1], wrong)
+            engine_rank._assignment([2, 1], wrong)
 
 
 def test_an_engine_that_waits_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

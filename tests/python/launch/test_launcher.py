@@ -190,7 +190,7 @@ import os, sys
 from multiring import config
 from multiring.rendezvous import joined
 if os.environ["MULTIRING_RANK"] == "1":
-    joined.tell_launcher(config.load(), joined.TOLD_KEY)
+    joined.tell_launcher(config.load(), joined.EXPLAINED_KEY)
     {end}
 """
     result = run_job(2, script, code=137 if reported else 3)

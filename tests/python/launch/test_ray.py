@@ -21,7 +21,7 @@ ray = pytest.importorskip("ray", reason="needs Ray: pip install 'multiring[ray]'
 import multiring.ray  # noqa: E402
 from multiring.ray import RankError  # noqa: E402
 from multiring.ray.job import _by_node, _slots  # noqa: E402
-from multiring.ray.worker import Place, Worker  # noqa: E402
+from multiring.ray.worker import Location, Worker  # noqa: E402
 
 PROCESSORS = 2  # of each node, as far as Ray knows
 QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -196,7 +196,7 @@ def test_wrong_arguments_are_told_before_ray_is_asked(wrong: dict[str, Any], wor
 
 
 def test_ranks_of_a_node_follow_each_other() -> None:
-    mixed = [Place(node, "10.0.0.1", 1) for node in "abacb"]
+    mixed = [Location(node, "10.0.0.1", 1) for node in "abacb"]
     order = _by_node(mixed)
     assert order == [0, 2, 1, 4, 3]
     rank_slots = _slots([mixed[index] for index in order])

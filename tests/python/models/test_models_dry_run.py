@@ -14,7 +14,7 @@ from multiring.models import ranks, train
 from multiring.models.nets.resnet_spec import resnet
 from multiring.models.training.dry_run import BASE_BYTES, memory_needed
 from multiring.models.training.options import add_arguments
-from multiring.rendezvous.joined import TOLD_KEY
+from multiring.rendezvous.joined import EXPLAINED_KEY
 from tests.python.models.images import write_images
 from tests.python.models.test_models_train import parse
 from tests.support import parsed
@@ -110,4 +110,4 @@ def test_the_launcher_adds_nothing_to_a_verdict(monkeypatch: pytest.MonkeyPatch)
     for code in (0, 1):
         monkeypatch.setattr(train, "dry_run", lambda options, comm, code=code: code)
         assert train.main(options) == code
-        assert told == [TOLD_KEY] * code
+        assert told == [EXPLAINED_KEY] * code

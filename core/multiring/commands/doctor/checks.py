@@ -219,12 +219,12 @@ def settings(environ: Mapping[str, str] = os.environ) -> Finding:
 def launcher(environ: Mapping[str, str] = os.environ) -> Finding:
     """Whether a launcher's variables are left over or contradict each other."""
     try:
-        place = launch_environment.detect(environ)
+        placement = launch_environment.detect(environ)
     except UsageError as error:
         return Finding(Status.WARNING, str(error), "start a new shell, or unset these variables")
-    if place.launcher == "none":
+    if placement.launcher == "none":
         return Finding(Status.OK, "none around this command")
-    return Finding(Status.OK, f"{place.launcher}: this is rank {place.rank} of {place.size}")
+    return Finding(Status.OK, f"{placement.launcher}: this is rank {placement.rank} of {placement.size}")
 
 
 def self_test() -> Finding:

@@ -191,7 +191,7 @@ def host_findings(host: Host, here: Mapping[str, Any], hosts: Sequence[Host]) ->
     facts, ranks = host.facts or {}, host.slots.slots
     offset, exact = host.offset or (0.0, 0.0)
     side = "ahead of" if offset > 0 else "behind"
-    earlier = hosts[: next(place for place, each in enumerate(hosts) if each is host)]
+    earlier = hosts[: next(index for index, each in enumerate(hosts) if each is host)]
     same = [each.name for each in earlier if each.facts and each.facts["machine"] == facts["machine"]]
     rows = [
         (
@@ -255,7 +255,7 @@ def _minor(version: str | None) -> list[str]:
 def _links(args: argparse.Namespace, ssh: Sequence[str], hosts: Sequence[Host]) -> Iterator[Row]:
     """A job of one rank on each host calls, and measures."""
     names = [host.slots.name or "localhost" for host in hosts]
-    places = ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names)
+    host_list = ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names)
     command = [
         sys.executable,
         "-P",
@@ -263,7 +263,7 @@ def _links(args: argparse.Namespace, ssh: Sequence[str], hosts: Sequence[Host]) 
         "multiring",
         "run",
         "-H",
-        places,
+        host_list,
         "--engine",
         "ssh",
         "--no-tag-output",
@@ -278,9 +278,9 @@ def _links(args: argparse.Namespace, ssh: Sequence[str], hosts: Sequence[Host]) 
         _LINKS,
     ]
     run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for found in marked(run.stdout):
-        told |= found
+        results |= found
         if "launcher" in found:
             rank, why = found["launcher"]
             detail = f"{hosts[rank].name} does not reach this host, where the launcher is: {why}"
@@ -289,15 +289,15 @@ def _links(args: argparse.Namespace, ssh: Sequence[str], hosts: Sequence[Host]) 
                 "--address, here and for `multiring run`"
             )
             yield "launcher", Finding(Status.FAILED, detail, fix)
-    if run.returncode != 0 or not told:
+    if run.returncode != 0 or not results:
         last = [line for line in run.stderr.strip().splitlines() if line][-6:]
         detail = f"a job of one rank on each host ends with exit code {run.returncode}: {' / '.join(last)}"
         yield "job", Finding(Status.FAILED, detail, "fix what has failed above; if nothing has, report this")
-    for unreached in told.get("unreached", []):
+    for unreached in results.get("unreached", []):
         yield _unreached(hosts, *unreached)
-    if told.get("measured"):
+    if results.get("measured"):
         yield "links", Finding(Status.OK, "every host reaches every other one on all its interfaces")
-        yield from rate_findings([host.name for host in hosts], told["measured"])
+        yield from rate_findings([host.name for host in hosts], results["measured"])
 
 
 def _unreached(

@@ -100,20 +100,20 @@ def reach(source: str, address: str, port: int, token: bytes) -> str:
     return "" if heard == token else "somebody else answers there"
 
 
-def _call_all(store: Store, place: Placement) -> list[list[Any]]:
+def _call_all(store: Store, placement: Placement) -> list[list[Any]]:
     """Rank and end of the caller, rank and end of the listener, and why it is not reached. Collective."""
 
     def gather(what: str, value: Any) -> list[Any]:
-        store.set(f"doctor/{what}/{place.rank}", json.dumps(value).encode())
-        keys = [f"doctor/{what}/{rank}" for rank in range(place.size)]
-        return [json.loads(store.get(key, longer(_LATEST_SECONDS, place.size))) for key in keys]
+        store.set(f"doctor/{what}/{placement.rank}", json.dumps(value).encode())
+        keys = [f"doctor/{what}/{rank}" for rank in range(placement.size)]
+        return [json.loads(store.get(key, longer(_LATEST_SECONDS, placement.size))) for key in keys]
 
     def call(rank: int, other: Any, mine: int, its: int) -> list[Any]:
         if mine < 0:
-            return [place.rank, "", rank, "", "they have no address of one family (IPv4, IPv6)"]
+            return [placement.rank, "", rank, "", "they have no address of one family (IPv4, IPv6)"]
         own, end = addresses[mine], other["addresses"][its]
         why = reach(own[1], end[1], other["ports"][its], bytes.fromhex(other["token"]))
-        return [place.rank, own[:2], rank, end[:2], why]
+        return [placement.rank, own[:2], rank, end[:2], why]
 
     addresses = _core.interface_addresses(config.load().interfaces)
     token = secrets.token_bytes(_TOKEN_BYTES)
@@ -133,13 +133,13 @@ def _call_all(store: Store, place: Placement) -> list[list[Any]]:
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """Pairs of `count` hosts, in rounds in which each host is in one pair at most: all pairs, or where that
     takes too many rounds, neighbours."""
-    places = [*range(count), *([-1] if count % 2 else [])]
+    participants = [*range(count), *([-1] if count % 2 else [])]
     found = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+    for _ in range(len(participants) - 1):
+        half = len(participants) // 2
+        pairs = zip(participants[:half], reversed(participants[half:]), strict=True)
         found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
-        places = [places[0], places[-1], *places[1:-1]]
+        participants = [participants[0], participants[-1], *participants[1:-1]]
     if len(found) <= _MAX_ROUNDS:
         return found
     neighbours = [(host, (host + 1) % count) for host in range(count)]
@@ -150,19 +150,19 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 def main() -> int:
     """Prints that the launcher is not reached; on rank 0 what `_call_all` gives and, where that is nothing,
     [sender, receiver, bytes per second, seconds of latency] for what was measured."""
-    place = launch_environment.detect()
+    placement = launch_environment.detect()
     try:
-        store = open_store(place.store_url, place.secret, _STORE_SECONDS)
+        store = open_store(placement.store_url, placement.secret, _STORE_SECONDS)
     except errors.MultiringError as error:
-        _tell({"launcher": [place.rank, str(error)]})
+        _tell({"launcher": [placement.rank, str(error)]})
         return 0
     try:
         with store:
-            unreached = _call_all(store, place)
+            unreached = _call_all(store, placement)
     except errors.TimeoutError:
         return 0  # the rank that is missing tells why
-    measured = [] if unreached or place.size == 1 else _measure()
-    if place.rank == 0:
+    measured = [] if unreached or placement.size == 1 else _measure()
+    if placement.rank == 0:
         _tell({"unreached": unreached, "measured": measured})
     return 0
 

@@ -48,16 +48,16 @@ class Raised:
 
     def exception(self) -> BaseException:
         """The exception itself, with its traceback as the cause; that alone where it cannot be had."""
-        told = RankTraceback(self.traceback)
+        shown = RankTraceback(self.traceback)
         if self.pickled is None:
-            return told
+            return shown
         try:
             error = pickle.loads(self.pickled)
         except Exception:  # its module is there on the rank alone, say
-            return told
+            return shown
         if not isinstance(error, BaseException):
-            return told
-        error.__cause__ = told
+            return shown
+        error.__cause__ = shown
         return error
 
 

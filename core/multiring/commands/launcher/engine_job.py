@@ -44,7 +44,7 @@ from multiring.commands.launcher.rank_starter import (
 from multiring.commands.launcher.remote_ranks import current_directory
 from multiring.commands.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.commands.launcher.supervisor import Outcome, Supervisor, passed_on_signals
-from multiring.rendezvous.joined import JOINED_KEY, TOLD_KEY
+from multiring.rendezvous.joined import EXPLAINED_KEY, JOINED_KEY
 from multiring.store import Store, TcpStore, TcpStoreServer, address_to_listen_on
 
 __all__ = ["heard_ends", "run_by_engine"]
@@ -98,8 +98,8 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
             guard.join()
             process.release()
         ends = heard_ends(server, store)
-        told = TOLD_KEY in server
-        code = _judge(options, engine, supervisor, process, ends, time.monotonic() - began, told)
+        explained = EXPLAINED_KEY in server
+        code = _judge(options, engine, supervisor, process, ends, time.monotonic() - began, explained)
         if code == 0 and JOINED_KEY not in server:
             say(none_joined(engine.ranks))
         return code
@@ -146,7 +146,7 @@ class _EngineProcess(RankProcess):
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], stdin: bool, store: Store) -> None:
         super().__init__(0, command, environ, cpus=None, stdin=stdin, piped=True)
         self._store = store
-        self._told = 0
+        self._signals_sent = 0
         self._killed = False
 
     def signal(self, number: int) -> None:
@@ -170,8 +170,8 @@ class _EngineProcess(RankProcess):
 
     def _tell_ranks(self, number: int) -> None:
         with contextlib.suppress(errors.MultiringError):
-            self._store.set(engine_rank.signal_key(self._told), b"%d" % number)
-            self._told += 1
+            self._store.set(engine_rank.signal_key(self._signals_sent), b"%d" % number)
+            self._signals_sent += 1
 
 
 def _value(store: Store, key: str) -> bytes | None:
@@ -187,7 +187,7 @@ def _judge(
     process: RankProcess,
     ends: Sequence[RankEnd],
     seconds: float,
-    told: bool,
+    explained: bool,
 ) -> int:
     if supervisor.outcome is Outcome.INTERRUPTED:
         say([f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"])
@@ -202,7 +202,7 @@ def _judge(
     if failures := [end for end in ends if end.code and not end.by_launcher]:
         culprit = blame(failures)
         own = socket.gethostname()
-        if not told or culprit.code is None or culprit.code < 0:
+        if not explained or culprit.code is None or culprit.code < 0:
             say(failure_report(culprit, ends, host=own, seconds=seconds, oom_kills=0, by_ssh=False))
         return exit_code(culprit.code or 0)
     end = RankEnd(0, process.pid, process.code, False, [])
@@ -220,11 +220,11 @@ def heard_ends(server: TcpStoreServer, store: Store) -> list[RankEnd]:
     signal with which engines do so, was ended by us, as it were.
     """
     keys = server.keys()
-    heard = {key: place for place, key in enumerate(keys)}
+    heard = {key: index for index, key in enumerate(keys)}
     ends = [RankEnd(**json.loads(store.get(key, 0.0))) for key in keys if engine_rank.is_end_key(key)]
-    told_at = {end.rank: heard[engine_rank.end_key(end.rank)] for end in ends}
-    failed_at = {rank: heard.get(engine_rank.failure_key(rank), at) for rank, at in told_at.items()}
-    exits = [heard[key] for key in map(engine_rank.exit_key, told_at) if key in heard]
+    heard_at = {end.rank: heard[engine_rank.end_key(end.rank)] for end in ends}
+    failed_at = {rank: heard.get(engine_rank.failure_key(rank), at) for rank, at in heard_at.items()}
+    exits = [heard[key] for key in map(engine_rank.exit_key, heard_at) if key in heard]
     first_exit = min(exits, default=len(keys))
     judged = []
     for end in sorted(ends, key=lambda end: failed_at[end.rank]):

@@ -24,7 +24,7 @@ from typing import Any
 
 from multiring import errors, machine
 from multiring.commands.launcher import binding
-from multiring.commands.launcher.foreign_variables import horovod_place
+from multiring.commands.launcher.foreign_variables import horovod_variables
 from multiring.commands.launcher.guardian import end_processes
 from multiring.commands.launcher.hosts import RankSlot
 from multiring.commands.launcher.multiplexer import Multiplexer
@@ -37,7 +37,7 @@ from multiring.commands.launcher.rank_starter import (
     command_of,
     enter_directory,
     own_python_first,
-    place_variables,
+    placement_variables,
 )
 from multiring.commands.launcher.report import RankEnd, exit_code
 from multiring.commands.launcher.supervisor import Outcome, Supervisor, passed_on_signals
@@ -84,7 +84,7 @@ def exit_key(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Assignment:
     """Where the job has this rank: engines may see it otherwise."""
 
     rank: int
@@ -98,15 +98,15 @@ def main() -> int:
     order = json.loads(sys.argv[1])
     try:
         given = launch_environment.detect()
-        place = _place(order["hosts"], given)
-        if place is None:
+        assignment = _assignment(order["hosts"], given)
+        if assignment is None:
             return 0
         # Apart, so that each has its connection: a launcher that stands still takes no new ones.
         telling, hearing = (open_store(given.store_url, given.secret, answer_timeout=None) for _ in range(2))
     except MultiringError as error:
         return _refuse(error, 2)
     with telling, hearing:
-        end = _run(order, place, telling, hearing)
+        end = _run(order, assignment, telling, hearing)
         try:
             if not end.why:
                 _report(end, telling)
@@ -118,7 +118,7 @@ def main() -> int:
     return exit_code(1 if end.code is None else end.code)
 
 
-def _place(hosts: Sequence[int], given: Placement) -> _Place | None:
+def _assignment(hosts: Sequence[int], given: Placement) -> _Assignment | None:
     """This rank's place on hosts of so many ranks each; None: there is no rank for this process."""
     size = sum(hosts)
     if given.launcher == "slurm":  # has started as many on each host as on the one with the most
@@ -135,7 +135,7 @@ def _place(hosts: Sequence[int], given: Placement) -> _Place | None:
             f"the engine says that this is rank {given.rank} of {given.size}, and the job has {size} ranks "
             f"on {len(hosts)} hosts: start it by --engine ssh, and report this with the engine's version"
         )
-    return _Place(rank, size, RankSlot("", local, hosts[host], host, len(hosts)), given.job_id)
+    return _Assignment(rank, size, RankSlot("", local, hosts[host], host, len(hosts)), given.job_id)
 
 
 def _report(end: RankEnd, store: Store) -> None:
@@ -172,30 +172,32 @@ def _refuse(error: Exception, code: int) -> int:
     return code
 
 
-def _run(order: Mapping[str, Any], place: _Place, store: Store, hearing: Store) -> RankEnd:
-    tagged = place.size > 1 if order["tag_output"] is None else order["tag_output"]
+def _run(order: Mapping[str, Any], assignment: _Assignment, store: Store, hearing: Store) -> RankEnd:
+    tagged = assignment.size > 1 if order["tag_output"] is None else order["tag_output"]
     directory = None if order["output_dir"] is None else Path(order["output_dir"])
     host = socket.gethostname()
-    mark = f"{place.job_id}-{place.rank}"
+    mark = f"{assignment.job_id}-{assignment.rank}"
     with passed_on_signals() as signals, selectors.PollSelector() as selector:
         try:
-            process = _start(order, place, mark, piped=tagged or directory is not None or place.size > 1)
+            process = _start(
+                order, assignment, mark, piped=tagged or directory is not None or assignment.size > 1
+            )
             if not order["coloured"]:  # Open MPI lends terminals, wherever its own output goes
                 os.environ["NO_COLOR"] = "1"
             outputs = Multiplexer(selector, tagged=tagged, directory=directory, warn=_warn)
         except (ProgramError, MultiringError, OSError) as error:
             code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
             code = 2 if isinstance(error, UsageError) else getattr(error, "code", code)
-            return RankEnd(place.rank, os.getpid(), _refuse(error, code), False, [], host)
+            return RankEnd(assignment.rank, os.getpid(), _refuse(error, code), False, [], host)
         try:
             for name, descriptor in process.outputs().items():
-                outputs.add(place.rank, name, descriptor)
+                outputs.add(assignment.rank, name, descriptor)
             process.store = store
             store.set(STARTED, b"")
         except (MultiringError, OSError) as error:
             process.signal_group(signal.SIGKILL)
             code = _refuse(error, 2 if isinstance(error, UsageError) else EXIT_NOT_EXECUTABLE)
-            return RankEnd(place.rank, os.getpid(), code, False, [], host)
+            return RankEnd(assignment.rank, os.getpid(), code, False, [], host)
         listener = _Listener(hearing, process)
         threading.Thread(target=listener.run, daemon=True).start()
         supervisor = Supervisor(
@@ -207,27 +209,32 @@ def _run(order: Mapping[str, Any], place: _Place, store: Store, hearing: Store) 
             lambda rank: False,
         )
         supervisor.run(None)
-        told_to_end = supervisor.outcome is Outcome.INTERRUPTED and not listener.lost
+        by_launcher = supervisor.outcome is Outcome.INTERRUPTED and not listener.lost
         process.release()
-    tail = outputs.tail(place.rank)
-    return RankEnd(place.rank, process.pid, process.code, told_to_end, tail, host, listener.lost)
+    tail = outputs.tail(assignment.rank)
+    return RankEnd(assignment.rank, process.pid, process.code, by_launcher, tail, host, listener.lost)
 
 
-def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -> _Rank:
+def _start(order: Mapping[str, Any], assignment: _Assignment, mark: str, *, piped: bool) -> _Rank:
     enter_directory(order["directory"])
-    environ = {**DEFAULTS, **os.environ, **place_variables(place.rank, place.size, place.slot), _MARK: mark}
-    environ |= horovod_place(environ)
+    environ = {
+        **DEFAULTS,
+        **os.environ,
+        **placement_variables(assignment.rank, assignment.size, assignment.slot),
+        _MARK: mark,
+    }
+    environ |= horovod_variables(environ)
     environ["PATH"] = own_python_first(environ)
-    shares = binding.shares(machine.allowed_cpus(), place.slot.local_size, order["bind"])
-    environ |= binding.thread_environment(machine.core_allowance(), place.slot.local_size, environ)
+    shares = binding.shares(machine.allowed_cpus(), assignment.slot.local_size, order["bind"])
+    environ |= binding.thread_environment(machine.core_allowance(), assignment.slot.local_size, environ)
     command = command_of(order["program"], order["module"], environ)
     manager = os.environ.get("PMI_FD", "")  # by which MPI's library in the rank talks to the engine
     return _Rank(
-        place.rank,
+        assignment.rank,
         command,
         environ,
-        cpus=None if shares is None else shares[place.slot.local_rank],
-        stdin=place.rank == 0 and order["stdin"],
+        cpus=None if shares is None else shares[assignment.slot.local_rank],
+        stdin=assignment.rank == 0 and order["stdin"],
         piped=piped,
         kept=[int(manager)] if manager.isdecimal() else [],
     )
@@ -248,10 +255,10 @@ class _Listener:
         self._process = process
 
     def run(self) -> None:
-        told = 0
+        signals = 0
         while True:
             try:
-                number = int(self._store.get(signal_key(told), _WAIT_SECONDS))
+                number = int(self._store.get(signal_key(signals), _WAIT_SECONDS))
             except errors.TimeoutError:
                 continue
             except MultiringError as error:
@@ -259,7 +266,7 @@ class _Listener:
                     self.lost = f"ended on its host, because the launcher was lost: {error}"
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
-            told += 1
+            signals += 1
             if number == signal.SIGKILL:
                 self._process.signal_group(number)
             else:

@@ -115,16 +115,16 @@ class Engine:
 
     def _open_mpi(self, variables: Sequence[str]) -> list[str]:
         return [
-            *("-n", str(self.ranks), "--host", self._places()),
+            *("-n", str(self.ranks), "--host", self._host_list()),
             *("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
             *(word for name in variables for word in ("-x", name)),
         ]
 
     def _mpich(self, variables: Sequence[str], address: str) -> list[str]:
-        where = ["-hosts", self._places(), "-localhost", address]
+        where = ["-hosts", self._host_list(), "-localhost", address]
         return ["-n", str(self.ranks), *where, "-genvlist", ",".join(variables)]
 
-    def _places(self) -> str:
+    def _host_list(self) -> str:
         return ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
 
 

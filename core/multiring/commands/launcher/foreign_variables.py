@@ -14,7 +14,7 @@ from pathlib import Path
 from multiring.commands.launcher.hosts import RankSlot
 from multiring.errors import UsageError
 
-__all__ = ["horovod_environment", "horovod_place", "torch_meeting", "torch_place"]
+__all__ = ["horovod_environment", "horovod_variables", "torch_meeting", "torch_variables"]
 
 # Horovod's own variable for what brings the ranks together; by this value they know that it is us.
 _CONTROLLER, _OURS = "HOROVOD_CONTROLLER", "multiring"
@@ -37,7 +37,7 @@ def horovod_environment(given: Mapping[str, str]) -> dict[str, str]:
     found = find_spec("multiring.horovod")
     folders = (found.submodule_search_locations if found else None) or ()
     places = [Path(folder) / "shim" for folder in folders]
-    directory = next((place for place in places if place.is_dir()), None)
+    directory = next((placement for placement in places if placement.is_dir()), None)
     if directory is None:
         raise UsageError("--horovod: there is no multiring.horovod; is this multiring installed whole?")
     before = given.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
@@ -45,7 +45,7 @@ def horovod_environment(given: Mapping[str, str]) -> dict[str, str]:
     return {**given, "PYTHONPATH": path, _CONTROLLER: _OURS}
 
 
-def horovod_place(environ: Mapping[str, str], host: str = "") -> dict[str, str]:
+def horovod_variables(environ: Mapping[str, str], host: str = "") -> dict[str, str]:
     """What Horovod calls the place of a rank; nothing where its script imports no horovod, or has no
     place.
 
@@ -59,7 +59,7 @@ def horovod_place(environ: Mapping[str, str], host: str = "") -> dict[str, str]:
     return {**places, "HOROVOD_HOSTNAME": host or socket.gethostname()}
 
 
-def torch_place(rank: int, size: int, slot: RankSlot) -> dict[str, str]:
+def torch_variables(rank: int, size: int, slot: RankSlot) -> dict[str, str]:
     """The place of a rank as torchrun tells it, and Lightning's name for the number of the host."""
     return {
         "RANK": str(rank),

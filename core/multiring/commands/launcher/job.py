@@ -31,7 +31,7 @@ from multiring.commands.launcher.rank_starter import (
 from multiring.commands.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.commands.launcher.supervisor import ArrivedSignals, Outcome, Supervisor, passed_on_signals
 from multiring.errors import MultiringError
-from multiring.rendezvous.joined import HOSTS_KEY, JOINED_KEY, TOLD_KEY
+from multiring.rendezvous.joined import EXPLAINED_KEY, HOSTS_KEY, JOINED_KEY
 from multiring.store import FileStore, TcpStoreServer, address_to_listen_on
 
 __all__ = [
@@ -58,13 +58,13 @@ class JobEnd:
     Attributes:
         code: The launcher's exit code.
         lines: What there is to say about it.
-        told: Whether a rank's own error has said it already.
+        explained: Whether a rank's own error has said it already.
         failed: The rank that failed first; None: none did.
     """
 
     code: int = 0
     lines: Sequence[str] = ()
-    told: bool = False
+    explained: bool = False
     failed: RankEnd | None = None
 
 
@@ -76,7 +76,7 @@ def run_job(options: JobOptions) -> int:
         ProgramError: The program cannot be started.
     """
     end = finish_job(options)
-    if not end.told:
+    if not end.explained:
         say(end.lines)
     return end.code
 
@@ -91,8 +91,8 @@ def finish_job(options: JobOptions) -> JobEnd:
     environ = job_environment(options)
     job_id, secret = secrets.token_hex(8), secrets.token_hex(32)
     start = RankStarter(options, environ)
-    if start.told:
-        say([start.told])
+    if start.notice:
+        say([start.notice])
     with (
         enough_descriptors(_descriptors(options), f"{options.ranks} ranks"),
         passed_on_signals() as signals,
@@ -186,7 +186,7 @@ class _Job:
         is_set: Callable[[str], bool],
     ) -> None:
         self._options = options
-        self._is_set, self._joined, self._told = is_set, False, False
+        self._is_set, self._joined, self._explained = is_set, False, False
         self._start = start
         self._guard = guard
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
@@ -224,7 +224,7 @@ class _Job:
         if failure is not None:
             raise failure
         end = self._judge(ends, time.monotonic() - began, machine.oom_kills() - oom_kills)
-        if end.lines and not end.told:
+        if end.lines and not end.explained:
             self._outputs.finish_line()
         return end
 
@@ -245,7 +245,9 @@ class _Job:
         return None
 
     def _end_leftovers(self) -> None:
-        self._joined, self._told = map(self._is_set, (JOINED_KEY, TOLD_KEY))  # before the directory goes
+        self._joined, self._explained = map(
+            self._is_set, (JOINED_KEY, EXPLAINED_KEY)
+        )  # before the directory goes
         self._guard.finish()
 
     def _is_consequence(self, rank: RankProcess) -> bool:
@@ -264,8 +266,8 @@ class _Job:
             host = socket.gethostname()
             kills = 0 if culprit.host else oom_kills  # of this host
             lines = failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills)
-            told = self._told and culprit.code is not None and culprit.code >= 0
-            return JobEnd(exit_code(culprit.code or 0), lines, told, culprit)
+            explained = self._explained and culprit.code is not None and culprit.code >= 0
+            return JobEnd(exit_code(culprit.code or 0), lines, explained, culprit)
         stuck = [end for end in ends.values() if end.code is None]
         lines = [f"rank {end.rank} (process {end.pid}) {end.how()}" for end in stuck]
         if supervisor.outcome is Outcome.INTERRUPTED:

@@ -43,7 +43,7 @@ class RankProcess:
         cpus: Processors it may run on, or None for those of the launcher.
         stdin: Whether it gets our stdin; otherwise /dev/null.
         piped: Whether stdout and stderr are pipes to us; otherwise they are our own.
-        told: What its stdin, then a pipe from us, begins with; None: it is none.
+        first_input: What its stdin, then a pipe from us, begins with; None: it is none.
         kept: Descriptors of ours that it gets as well.
 
     Raises:
@@ -59,7 +59,7 @@ class RankProcess:
         cpus: frozenset[int] | None,
         stdin: bool,
         piped: bool,
-        told: str | None = None,
+        first_input: str | None = None,
         kept: Sequence[int] = (),
     ) -> None:
         self.rank = rank
@@ -73,7 +73,7 @@ class RankProcess:
                 command,
                 env=environ,
                 bufsize=0,
-                stdin=subprocess.PIPE if told is not None else None if stdin else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if first_input is not None else None if stdin else subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -81,12 +81,12 @@ class RankProcess:
                 preexec_fn=_before_exec(os.getpid(), cpus),
             )
         self.pid = self._process.pid
-        if told is not None:
+        if first_input is not None:
             assert self._process.stdin is not None
             # The launcher waits for nobody: all of it has to fit into the pipe.
             with contextlib.suppress(PermissionError):  # all pipes of a user have a limit, too
                 fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-            if len(told) > fcntl.fcntl(self._process.stdin, fcntl.F_GETPIPE_SZ):
+            if len(first_input) > fcntl.fcntl(self._process.stdin, fcntl.F_GETPIPE_SZ):
                 self.signal_group(signal.SIGKILL)
                 raise OSError(
                     errno.EPERM,
@@ -95,7 +95,7 @@ class RankProcess:
                 )
             os.set_blocking(self._process.stdin.fileno(), False)
             with contextlib.suppress(OSError):  # it has ended already, and its exit code tells why
-                self.tell(told)
+                self.tell(first_input)
 
     def tell(self, text: str) -> None:
         """Writes to its stdin, which has to be a pipe; not more than `PIPE_BYTES` that are not read yet.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from multiring import machine
 from multiring.commands.launcher import binding
-from multiring.commands.launcher.foreign_variables import horovod_place, torch_place
+from multiring.commands.launcher.foreign_variables import horovod_variables, torch_variables
 from multiring.commands.launcher.hosts import RankSlot
 from multiring.commands.launcher.process import RankProcess
 from multiring.commands.launcher.remote_ranks import SSH, RemoteHost
@@ -31,7 +31,7 @@ __all__ = [
     "may_read_stdin",
     "own_python_first",
     "passed_on",
-    "place_variables",
+    "placement_variables",
 ]
 
 EXIT_NOT_EXECUTABLE = 126
@@ -112,7 +112,7 @@ class RankStarter:
         shared: Variables that tell the ranks where to meet.
         selector: Of the loop that the ranks are watched in; ranks on other hosts need it.
         wake: To be called when one of those has ended.
-        told: What to tell the user about the Python of the ranks; empty: nothing.
+        notice: What to tell the user about the Python of the ranks; empty: nothing.
 
     Raises:
         UsageError: More processors are asked for than there are.
@@ -123,7 +123,7 @@ class RankStarter:
         self.shared: dict[str, str] = {}
         self.selector: selectors.BaseSelector | None = None
         self.wake: Callable[[], None] = lambda: None
-        self.told = ""
+        self.notice = ""
         self._hosts: dict[str, RemoteHost] = {}
         self._options = options
         self._environ: Mapping[str, str] = environ
@@ -131,7 +131,7 @@ class RankStarter:
         if here:
             program = options.program
             if options.module is None and not program[0].endswith(".py"):  # those are run by this Python
-                program, environ, self.told = _with_multiring(program, environ)
+                program, environ, self.notice = _with_multiring(program, environ)
                 self._environ = environ
             self._command = command_of(program, options.module, environ)
             self._shares = binding.shares(machine.allowed_cpus(), here, options.bind)
@@ -145,16 +145,20 @@ class RankStarter:
         """
         slot = self._options.slot(rank)
         ranks = self._options.ranks
-        place = {**self.shared, **torch_place(rank, ranks, slot), **place_variables(rank, ranks, slot)}
+        variables = {
+            **self.shared,
+            **torch_variables(rank, ranks, slot),
+            **placement_variables(rank, ranks, slot),
+        }
         if slot.host:
             if slot.host not in self._hosts:
                 self._hosts[slot.host] = self._connect(slot.host)
             return self._hosts[slot.host].ranks[rank]
-        environ = {**DEFAULTS, **self._environ, **self._threads, **place}
+        environ = {**DEFAULTS, **self._environ, **self._threads, **variables}
         return RankProcess(
             rank,
             self._command,
-            {**environ, **horovod_place(environ)},
+            {**environ, **horovod_variables(environ)},
             cpus=None if self._shares is None else self._shares[slot.local_rank],
             stdin=rank == 0 and may_read_stdin(),
             piped=piped,
@@ -164,11 +168,13 @@ class RankStarter:
     def _connect(self, host: str) -> RemoteHost:
         options = self._options
         rank_slots = {rank: slot for rank, slot in enumerate(options.rank_slots or []) if slot.host == host}
-        places = {rank: place_variables(rank, options.ranks, slot) for rank, slot in rank_slots.items()}
-        for place in places.values():
-            place |= horovod_place({**options.environment, **place}, host)
+        rank_variables = {
+            rank: placement_variables(rank, options.ranks, slot) for rank, slot in rank_slots.items()
+        }
+        for variables in rank_variables.values():
+            variables |= horovod_variables({**options.environment, **variables}, host)
         for rank, slot in rank_slots.items():
-            places[rank] |= torch_place(rank, options.ranks, slot)
+            rank_variables[rank] |= torch_variables(rank, options.ranks, slot)
         assert self.selector is not None
         return RemoteHost(
             ssh=options.ssh or shlex.split(SSH),
@@ -180,7 +186,7 @@ class RankStarter:
                 "bind": options.bind,
                 "environ": {**DEFAULTS, **passed_on(self._environ), **options.environment, **self.shared},
             },
-            places=places,
+            rank_variables=rank_variables,
             selector=self.selector,
             wake=self.wake,
         )
@@ -253,9 +259,9 @@ def _with_multiring(
     if name not in _PYTHONS:
         return list(program), environ, ""
     there = f"is {found}, which has no multiring" if found else "is not in PATH"
-    told = f"{name} {there}: the ranks run {sys.executable}. Activate its environment, or name the Python"
+    notice = f"{name} {there}: the ranks run {sys.executable}. Activate its environment, or name the Python"
     # By its path: beside this Python there may be none of that name.
-    return [sys.executable, *arguments], environ, told
+    return [sys.executable, *arguments], environ, notice
 
 
 def _has_multiring(python: str, environ: Mapping[str, str]) -> bool:
@@ -276,7 +282,7 @@ def _has_multiring(python: str, environ: Mapping[str, str]) -> bool:
     return looked.returncode == 0
 
 
-def place_variables(rank: int, size: int, slot: RankSlot) -> dict[str, str]:
+def placement_variables(rank: int, size: int, slot: RankSlot) -> dict[str, str]:
     """The variables that tell a rank its place."""
     return {
         "MULTIRING_RANK": str(rank),

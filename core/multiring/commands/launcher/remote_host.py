@@ -92,11 +92,11 @@ class _Host:
 
     def _start(self) -> None:
         order = self._order
-        for told in order["ranks"]:
-            number = told["rank"]
+        for entry in order["ranks"]:
+            number = entry["rank"]
             mark = f"{order['environ']['MULTIRING_JOB_ID']}-{number}"
             try:
-                process = _start(order, number, {**order["environ"], **told["environ"], _MARK: mark})
+                process = _start(order, number, {**order["environ"], **entry["environ"], _MARK: mark})
                 self._ranks[number] = _Rank(process, mark)
             except (ProgramError, MultiringError, OSError) as error:
                 code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE

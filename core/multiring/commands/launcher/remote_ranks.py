@@ -41,7 +41,7 @@ class RemoteHost:
         python: The Python there that has multiring.
         order: What all ranks do: "program", "module" and "bind", as `rank_starter.JobOptions` has them, and
             "environ", which is added to the environment there.
-        places: For each rank what else its environment has.
+        rank_variables: For each rank what else its environment has.
         selector: Calls the data of what is ready.
         wake: Called when a rank has ended.
 
@@ -61,33 +61,37 @@ class RemoteHost:
         host: str,
         python: str,
         order: Mapping[str, Any],
-        places: Mapping[int, Mapping[str, str]],
+        rank_variables: Mapping[int, Mapping[str, str]],
         selector: selectors.BaseSelector,
         wake: Callable[[], None],
     ) -> None:
-        ranks = [{"rank": rank, "environ": dict(environ)} for rank, environ in places.items()]
-        told = json.dumps({**order, "directory": current_directory(), "ranks": ranks}) + "\n"
-        if len(told) > PIPE_BYTES // 2:
+        ranks = [{"rank": rank, "environ": dict(environ)} for rank, environ in rank_variables.items()]
+        order_line = json.dumps({**order, "directory": current_directory(), "ranks": ranks}) + "\n"
+        if len(order_line) > PIPE_BYTES // 2:
             raise UsageError(
-                f"arguments and --env variables take {len(told)} bytes, too many for ranks on other hosts: "
-                "put them into a file"
+                f"arguments and --env variables take {len(order_line)} bytes, too many for ranks on other "
+                "hosts: put them into a file"
             )
         command = [*ssh, host, f"exec {shlex.quote(python or sys.executable)} -P -m {_MODULE}"]
-        first = next(iter(places))
-        self._ssh = RankProcess(first, command, os.environ, cpus=None, stdin=False, piped=True, told=told)
+        first = next(iter(rank_variables))
+        self._ssh = RankProcess(
+            first, command, os.environ, cpus=None, stdin=False, piped=True, first_input=order_line
+        )
         self._selector = selector
         self.wake = wake
         self._frames = bytearray()
         self._is_greeted = False
         self._codes: dict[int, int] = {}
-        self._pipes = {(rank, kind): _Pipe(self._on_empty) for rank in places for kind in range(len(STREAMS))}
+        self._pipes = {
+            (rank, kind): _Pipe(self._on_empty) for rank in rank_variables for kind in range(len(STREAMS))
+        }
         self._first = first
         outputs = self._ssh.outputs()
         self._stdout: int | None = outputs["stdout"]
         self._stderr = outputs["stderr"]
         self._selector.register(self._stderr, selectors.EVENT_READ, self._hear_ssh)
         self._resume()
-        self.ranks = {rank: RemoteRank(self, rank, self._ssh.pid) for rank in places}
+        self.ranks = {rank: RemoteRank(self, rank, self._ssh.pid) for rank in rank_variables}
 
     def take_outputs(self, rank: int) -> dict[str, int]:
         """The reading ends of the pipes with a rank's output, for the caller to close."""

@@ -87,9 +87,9 @@ def blame(failures: Sequence[RankEnd]) -> RankEnd:
     never such a consequence, and their last line gives away the others.
     """
 
-    def likelihood(place: int) -> tuple[bool, bool, int]:
-        end = failures[place]
-        return (end.is_secondary, (end.code or 0) > 0, place)
+    def likelihood(index: int) -> tuple[bool, bool, int]:
+        end = failures[index]
+        return (end.is_secondary, (end.code or 0) > 0, index)
 
     return failures[min(range(len(failures)), key=likelihood)]
 

@@ -29,9 +29,9 @@ def agree(comm: Any, facts: dict[str, Any], timeout: float) -> list[dict[str, An
     Raises:
         TimeoutError: Ranks are missing after `timeout` seconds.
     """
-    told = _encoded({**facts, "host": socket.gethostname()})
+    encoded = _encoded({**facts, "host": socket.gethostname()})
     mine = np.zeros(_BYTES, np.uint8)
-    mine[: len(told)] = np.frombuffer(told, np.uint8)
+    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     all_of_them = np.zeros((comm.Get_size(), _BYTES), np.uint8)
     request = comm.Iallgather(mine, all_of_them)
     deadline = time.monotonic() + timeout
@@ -55,10 +55,10 @@ def agree(comm: Any, facts: dict[str, Any], timeout: float) -> list[dict[str, An
 def _encoded(facts: dict[str, Any]) -> bytes:
     """The facts in no more than `_BYTES`: a long error (of a loader, say) loses its end."""
     error = facts["error"]
-    while len(told := json.dumps(facts).encode()) > _BYTES and error:
+    while len(encoded := json.dumps(facts).encode()) > _BYTES and error:
         error = error[: -max(1, len(error) // 16)]
         facts = {**facts, "error": error + " [...]"}
-    return told
+    return encoded
 
 
 def compare(found: list[dict[str, Any]]) -> None:

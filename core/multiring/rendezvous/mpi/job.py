@@ -82,8 +82,8 @@ def join_launched(rank: int, size: int, launcher: str, settings: Settings) -> Mp
             f"this process is rank {rank} of {size} for {launcher}, but rank {session.rank} of "
             f"{session.size} for the MPI of the bridge ({library}): {remedy}"
         )
-    told = json.dumps(offer_store(settings.interfaces)).encode() if rank == 0 else b""
-    return _job(rank, size, session, json.loads(session.broadcast(told, 0, settings.timeout)))
+    offer = json.dumps(offer_store(settings.interfaces)).encode() if rank == 0 else b""
+    return _job(rank, size, session, json.loads(session.broadcast(offer, 0, settings.timeout)))
 
 
 def join_communicator(comm: Any, settings: Settings) -> MpiJob:

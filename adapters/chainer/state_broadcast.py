@@ -11,8 +11,8 @@ import numpy as np
 
 import chainer
 from multiring import Communicator
-from multiring.chainer.arrays import Array, is_array, on_device, place, to_host
-from multiring.chainer.gradients import named_parameters
+from multiring.chainer.arrays import Array, is_array, on_device, to_device, to_host
+from multiring.chainer.gradient_slots import named_parameters
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.objects import pickled
 from multiring.state import broadcast
@@ -219,7 +219,9 @@ def _on_host(state: Mapping[str, Any] | None, omitted: Sequence[str]) -> dict[st
 
 
 def _placed(state: Mapping[str, Any] | None, device: bool) -> dict[str, Any] | None:
-    return None if state is None else {k: place(v, device) if is_array(v) else v for k, v in state.items()}
+    return (
+        None if state is None else {k: to_device(v, device) if is_array(v) else v for k, v in state.items()}
+    )
 
 
 def _is_constant(value: Any) -> bool:
@@ -244,7 +246,7 @@ def _take_over(arrays: Mapping[str, Any], staged: Mapping[str, Array]) -> None:
     """Copy what has arrived where it was not received in place."""
     for name, array in arrays.items():
         if on_device(array) or not np.may_share_memory(staged[name], array):
-            array[...] = place(staged[name].reshape(array.shape), on_device(array))
+            array[...] = to_device(staged[name].reshape(array.shape), on_device(array))
 
 
 def _settings(owner: str, found: Any) -> Iterator[tuple[str, object]]:

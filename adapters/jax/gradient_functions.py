@@ -18,7 +18,7 @@ from multiring.gradients.options import BucketKeywords, check_interval, check_op
 from multiring.gradients.participation import answer_rounds, own_flags
 from multiring.jax.arguments import as_arrays, resolve
 from multiring.jax.collectives import allreduce
-from multiring.jax.state import broadcast_parameters
+from multiring.jax.state_broadcast import broadcast_parameters
 from multiring.jax.state_check import check_leaves, check_state
 from multiring.jax.trees import Reduction, bucket_name, named, named_leaves, reduce_arrays
 from multiring.reductions import explain_arguments
@@ -175,8 +175,8 @@ def reduce_partial(
     options = dataclasses.replace(options, site=None)
     telling = Reduction(op="sum", name=f"{options.name}: participation", ordered=options.ordered)
     label = ["who has one"]
-    told = reduce_arrays(comm, [flags.astype(jnp.int32)], label, telling)[0]
-    produced, joined = told[: len(names)] > 0, told[len(names) :] > 0
+    totals = reduce_arrays(comm, [flags.astype(jnp.int32)], label, telling)[0]
+    produced, joined = totals[: len(names)] > 0, totals[len(names) :] > 0
     parts = as_arrays(comm, parts, names)
     sums = reduce_arrays(comm, parts, names, options, follows=bucket_name(telling, 0, label))
     if options.op == "average" and comm.size > 1:
@@ -249,9 +249,9 @@ def value_and_grad(
     local = jax.value_and_grad(function, argnums=argnums, has_aux=has_aux)
 
     def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        places = (argnums,) if isinstance(argnums, int) else argnums
+        positions = (argnums,) if isinstance(argnums, int) else argnums
         named_check = {"name": f"{options['name']}: state"} if options.get("name") else {}
-        check_state([args[place] for place in places], every=check_every, comm=comm, **named_check)
+        check_state([args[position] for position in positions], every=check_every, comm=comm, **named_check)
         value, gradients = local(*args, **kwargs)
         return value, average_gradients(gradients, comm=comm, **options)
 

@@ -27,10 +27,10 @@ def names_of(variables: Sequence[SharedVariable], rank: int) -> list[str]:
         UsageError: Not a shared variable, or two of one name.
     """
     names: list[str] = []
-    for place, variable in enumerate(variables):
+    for index, variable in enumerate(variables):
         if not isinstance(variable, SharedVariable):
-            raise UsageError(f"rank {rank}: item {place} is {variable!r}; pass shared variables")
-        name = variable.name or f"shared[{place}]"
+            raise UsageError(f"rank {rank}: item {index} is {variable!r}; pass shared variables")
+        name = variable.name or f"shared[{index}]"
         if name in names:
             raise UsageError(
                 f"rank {rank}: two shared variables are called '{name}'; names have to be unique"

@@ -15,7 +15,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.pytensor.gradient_ops import Begin, Finish, Ready, Round
-from multiring.pytensor.state import broadcast_parameters, names_of
+from multiring.pytensor.state_broadcast import broadcast_parameters, names_of
 from multiring.reductions import explain_arguments
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.gradient import DisconnectedType
@@ -132,9 +132,9 @@ class DistributedGradients:
         """Compare these shared variables too: what the optimizer computes from the gradients, such as
         velocities. The same on every rank."""
         known = {id(shared) for shared in self._round.state.values()}
-        for place, shared in enumerate(state):
+        for index, shared in enumerate(state):
             if id(shared) not in known:
-                self._round.state[f"state[{place}] {shared.name or ''}".rstrip()] = shared
+                self._round.state[f"state[{index}] {shared.name or ''}".rstrip()] = shared
 
     def _refuse_reduced(self, name: str, gradient: Variable) -> None:
         """Refuse what comes right out of a reduction; what is computed from it cannot be told from others."""

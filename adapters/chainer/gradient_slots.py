@@ -11,7 +11,7 @@ import numpy as np
 
 import chainer
 from multiring.arrays import STREAMING_BYTES, address_of, checksum, copy_large
-from multiring.chainer.arrays import Array, on_device, place, to_host
+from multiring.chainer.arrays import Array, on_device, to_device, to_host
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
@@ -307,7 +307,7 @@ class GradientSlots:
 
     def _show(self, index: int, in_place: Array | None = None) -> None:
         parameter = self.parameters[index]
-        shown = place(self._views[index], on_device(parameter.array)) if in_place is None else in_place
+        shown = to_device(self._views[index], on_device(parameter.array)) if in_place is None else in_place
         # To set it takes Chainer longer than to look. It also forgets how the gradient was computed.
         if parameter.grad is not shown or _has_history(parameter):
             parameter.grad = shown

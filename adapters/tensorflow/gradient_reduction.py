@@ -27,7 +27,7 @@ from multiring.tensorflow.drift import DriftCheck
 from multiring.tensorflow.ops import grouped_allreduce, next_step
 from multiring.tensorflow.reduced import held, mark_reduced
 from multiring.tensorflow.sparse import allreduce_slices
-from multiring.tensorflow.state import broadcast_variables
+from multiring.tensorflow.state_broadcast import broadcast_variables
 from multiring.tensorflow.variables import NAMES_ADVICE, describe_variables
 
 if TYPE_CHECKING:

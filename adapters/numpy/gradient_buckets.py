@@ -13,7 +13,7 @@ from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.gradients.reducer import GradientReducer
 from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.gradients.states import GradientState
-from multiring.numpy.state import broadcast_parameters
+from multiring.numpy.state_broadcast import broadcast_parameters
 from multiring.reductions import explain_arguments
 from multiring.state.check import StateCheck, compare_state
 from numpy.typing import NDArray
