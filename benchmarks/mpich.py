@@ -235,8 +235,8 @@ def _on_emulated_hosts(directory: Path, emulation: Emulation) -> list[str]:
     command = shlex.join(["env", hosts, sys.executable, "-m", MODULE, "shell"])
     shell.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     shell.chmod(0o755)
-    places = [f"{EmulatedHosts.address(host)}:{emulation.ranks}" for host in range(emulation.hosts)]
-    return ["-launcher", "rsh", "-launcher-exec", str(shell), "-rmk", "user", "-hosts", ",".join(places)]
+    host_list = [f"{EmulatedHosts.address(host)}:{emulation.ranks}" for host in range(emulation.hosts)]
+    return ["-launcher", "rsh", "-launcher-exec", str(shell), "-rmk", "user", "-hosts", ",".join(host_list)]
 
 
 def mpich_environment(environ: Mapping[str, str]) -> dict[str, str]:

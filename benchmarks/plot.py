@@ -85,8 +85,8 @@ def draw(title: str, rows: Sequence[Sequence[Panel]], path: Path) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     named: dict[str, Artist] = {}
-    for places, row in zip(figure.subplots(len(rows), len(rows[0]), squeeze=False), rows, strict=True):
-        for axes, panel in zip(places, row, strict=True):
+    for axes_row, row in zip(figure.subplots(len(rows), len(rows[0]), squeeze=False), rows, strict=True):
+        for axes, panel in zip(axes_row, row, strict=True):
             axes.set_title(panel.title)
             if isinstance(panel, Bars):
                 _bars(axes, panel)

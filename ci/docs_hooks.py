@@ -54,8 +54,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if not outside or name in ("index.md",):
             return link.group()
         real = path if path.exists() else _ROOT / name
-        place = str(real.relative_to(_ROOT)) if real.is_relative_to(_ROOT) else name
-        return f"`{place}`" if label == place or label == real.name else f"{label} (`{place}`)"
+        where = str(real.relative_to(_ROOT)) if real.is_relative_to(_ROOT) else name
+        return f"`{where}`" if label == where or label == real.name else f"{label} (`{where}`)"
 
     return _LINK.sub(plain, markdown)
 

@@ -94,7 +94,7 @@ def watched_gradients(
 
 def _lowest_user_ranks(loss: chainer.Variable, parameters: Sequence[chainer.Parameter]) -> dict[int, int]:
     """For each parameter that the loss depends on the lowest rank of the functions that use it."""
-    place = {
+    position = {
         id(parameter.node): index
         for index, parameter in enumerate(parameters)
         if parameter.requires_grad and parameter.creator_node is None
@@ -109,7 +109,7 @@ def _lowest_user_ranks(loss: chainer.Variable, parameters: Sequence[chainer.Para
         for node in function.inputs:
             creator = node.creator_node
             if creator is None:
-                index = place.get(id(node))
+                index = position.get(id(node))
                 if index is not None:
                     found[index] = min(found.get(index, function.rank), function.rank)
             elif id(creator) not in seen:

@@ -82,9 +82,9 @@ def _counted(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         for queue in _queues_inside(params):
             program, number = number_in_program(ctx, queue, kind)
             counters[queue] = f"{kind} #{number} of {program}"
-            place = {"queue": np.int64(queue), "counter": counters[queue]}
+            attributes = {"queue": np.int64(queue), "counter": counters[queue]}
             types = [abstract_token], [abstract_token]
-            (token,) = ffi_call(ctx, ENTER, [tokens.get(COLLECTIVE)], *types, (1, 1), **place)
+            (token,) = ffi_call(ctx, ENTER, [tokens.get(COLLECTIVE)], *types, (1, 1), **attributes)
             tokens = tokens.update_tokens(mlir.TokenSet({COLLECTIVE: token}))
         if not counters:
             return original(ctx, *operands, **params)

@@ -112,13 +112,13 @@ class Collective:
 
     def only(self, kept: Sequence[int]) -> Collective:
         """Without the arrays that are not in `kept`; the others are numbered anew."""
-        place = {old: new for new, old in enumerate(kept)}
+        position = {old: new for new, old in enumerate(kept)}
         buckets = []
         for bucket in self.buckets:
             here = [
-                (place[i], label)
+                (position[i], label)
                 for i, label in zip(bucket.members, bucket.labels, strict=True)
-                if i in place
+                if i in position
             ]
             if here:
                 members, labels = zip(*here, strict=True)
@@ -244,7 +244,7 @@ def site_in_program(ctx: Any, queue: int, site: str | None) -> tuple[str, str]:
 
 
 def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
-    place, inside = site_in_program(ctx, call.queue, call.site)
+    site, inside = site_in_program(ctx, call.queue, call.site)
     attributes: dict[str, Any] = {
         "queue": np.int64(call.queue),
         "kind": np.int64(native.OpKind.__members__[call.kind.upper()].value),
@@ -272,9 +272,9 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
             [abstract_token, *given],
             [abstract_token, ticket, *made],
             (1, 2),
-            name=bucket.name + place,
+            name=bucket.name + site,
             labels="\n".join(label.replace("\n", " ") for label in bucket.labels),
-            counter=(call.follows or call.buckets[0].name) + place,
+            counter=(call.follows or call.buckets[0].name) + site,
             counts=np.int64(number == 0 and not call.follows),
             **attributes,
         )

@@ -124,8 +124,8 @@ def _without_results(arrays: Sequence[Any], *_: Any, check: StateCheck) -> Any:
 
 def _lower(ctx: Any, *operands: Any, check: StateCheck) -> Any:
     token = ctx.tokens_in.get(COLLECTIVE)
-    place, inside = site_in_program(ctx, check.queue, check.site)
-    name = check.name + place
+    site, inside = site_in_program(ctx, check.queue, check.site)
+    name = check.name + site
     results = ffi_call(
         ctx,
         CHECK,

@@ -172,16 +172,16 @@ class ModelBuffers:
         """Allocate memory for the messages: by dtype what is averaged, by None what is broadcast."""
         self._forms = forms
         sizes: dict[torch.dtype | None, int] = {}
-        places = []
+        ranges = []
         for _, shape, dtype in forms:
             key = dtype if self._mode == "average" and is_reducible(dtype) else None
             start, nbytes = sizes.get(key, 0), shape.numel() * dtype.itemsize
             sizes[key] = start + -(-nbytes // 16) * 16  # so that each lies where its dtype may lie
-            places.append((key, start, start + nbytes))
+            ranges.append((key, start, start + nbytes))
         self._memory = {key: torch.zeros(size, dtype=torch.uint8) for key, size in sizes.items()}
         self._views = [
             self._memory[key][start:end].view(dtype).view(shape)
-            for (key, start, end), (_, shape, dtype) in zip(places, forms, strict=True)
+            for (key, start, end), (_, shape, dtype) in zip(ranges, forms, strict=True)
         ]
 
 

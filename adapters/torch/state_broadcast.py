@@ -91,12 +91,12 @@ def broadcast_optimizer_state(
             operation="broadcast_optimizer_state",
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    place = {id(parameter): number for number, parameter in enumerate(parameters)}
+    position = {id(parameter): number for number, parameter in enumerate(parameters)}
     tensors: dict[str, torch.Tensor] = {}
     skeleton: Any = None
     if comm.rank == root:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        state = {place.get(id(key), key): value for key, value in optimizer.state.items()}
+        state = {position.get(id(key), key): value for key, value in optimizer.state.items()}
         skeleton = _detach_tensors({"groups": groups, "state": state}, "optimizer", tensors)
     skeleton = comm.broadcast_object(skeleton, root)
     if comm.rank != root:

@@ -158,7 +158,7 @@ def _start_mpi(
     emulation: Emulation, hosts: EmulatedHosts, arguments: Sequence[str], environ: Mapping[str, str]
 ) -> int:
     shell = f"{sys.executable} -m {MODULE} shell"
-    places = ",".join(f"{hosts.address(host)}:{emulation.ranks}" for host in range(emulation.hosts))
+    host_list = ",".join(f"{hosts.address(host)}:{emulation.ranks}" for host in range(emulation.hosts))
     meeting = {
         "MULTIRING_STORE": f"tcp://{hosts.address(0)}:{_STORE_PORT}",
         "MULTIRING_SECRET": secrets.token_hex(32),
@@ -166,7 +166,7 @@ def _start_mpi(
     command = [
         str(launch.find_mpirun().path),
         *("--prtemca", "plm_ssh_agent", shell),
-        *("--host", places, "--map-by", f"ppr:{emulation.ranks}:node:oversubscribe", "--bind-to", "none"),
+        *("--host", host_list, "--map-by", f"ppr:{emulation.ranks}:node:oversubscribe", "--bind-to", "none"),
         *(word for name in (*environ, *meeting) for word in ("-x", name)),
         *("-n", str(emulation.size)),
         *(sys.executable, "-u", "-m", launch.MODULE, *arguments),
@@ -179,13 +179,13 @@ def _start_mpi(
 def rank_environment(environ: Mapping[str, str], per_host: int) -> dict[str, str]:
     """The place of a rank of `multiring run` on hosts of so many ranks each, in place of that on one host."""
     rank, size = int(environ["MULTIRING_RANK"]), int(environ["MULTIRING_SIZE"])
-    place = {
+    placement = {
         "LOCAL_RANK": rank % per_host,
         "LOCAL_SIZE": per_host,
         "CROSS_RANK": rank // per_host,
         "CROSS_SIZE": size // per_host,
     }
-    return {**environ, **{f"MULTIRING_{name}": str(value) for name, value in place.items()}}
+    return {**environ, **{f"MULTIRING_{name}": str(value) for name, value in placement.items()}}
 
 
 def main(words: Sequence[str]) -> None:

@@ -37,10 +37,10 @@ def _rows(
 
 def _check_labels(layer: Layer, bottoms: Sequence[Shape], axis: int) -> None:
     scores, labels = bottoms
-    places = torch.Size(scores[:axis] + scores[axis + 1 :]).numel()
+    positions = torch.Size(scores[:axis] + scores[axis + 1 :]).numel()
     found = torch.Size(labels).numel()
-    if places != found:
-        raise layer.error(f"scores of shape {scores} have {places} places, but there are {found} labels")
+    if positions != found:
+        raise layer.error(f"scores of shape {scores} have {positions} places, but there are {found} labels")
 
 
 @register("SoftmaxWithLoss")

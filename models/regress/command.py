@@ -103,8 +103,8 @@ class _Run:
         self.ended += 1
         if outcome.state is not State.INTERRUPTED:
             how = f"done in {outcome.seconds:.0f} s" if outcome.state is State.DONE else outcome.why
-            place = f"[{self.ended}/{self.tasks}]"
-            print(f"{place} {Cell(job.framework.name, job.ranks, task)}: {how}", flush=True)
+            progress = f"[{self.ended}/{self.tasks}]"
+            print(f"{progress} {Cell(job.framework.name, job.ranks, task)}: {how}", flush=True)
 
 
 def regress(options: Options, frameworks: Mapping[str, Framework]) -> int:

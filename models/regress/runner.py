@@ -83,8 +83,8 @@ class Runner:
             if len(free) < (len(self._cpus) if whole else job.ranks):
                 return
             self._waiting.popleft()
-            place = Path(tempfile.mkdtemp(dir=directory))
-            self._running.append(_RunningJob(job, self._setup, free if whole else free[: job.ranks], place))
+            folder = Path(tempfile.mkdtemp(dir=directory))
+            self._running.append(_RunningJob(job, self._setup, free if whole else free[: job.ranks], folder))
 
     def _look(self, running: _RunningJob) -> None:
         late = running.look() > running.limit(self._limit)

@@ -122,8 +122,8 @@ bool Call::add_tensor(int index) {
   operation.root = static_cast<int>(settings_.root);
   operation.prescale = settings_.prescale;
   operation.postscale = settings_.postscale;
-  const auto place = static_cast<size_t>(index);
-  operation.name = (place < settings_.labels.size() ? settings_.labels[place] : settings_.name).c_str();
+  const auto position = static_cast<size_t>(index);
+  operation.name = (position < settings_.labels.size() ? settings_.labels[position] : settings_.name).c_str();
   operation.dims = static_cast<int>(shape.size());
   operation.shape = shape.data();
   operation.input = data_of(input);

@@ -36,8 +36,8 @@ def horovod_environment(given: Mapping[str, str]) -> dict[str, str]:
     # An editable installation has the parts of the package in several folders.
     found = find_spec("multiring.horovod")
     folders = (found.submodule_search_locations if found else None) or ()
-    places = [Path(folder) / "shim" for folder in folders]
-    directory = next((placement for placement in places if placement.is_dir()), None)
+    candidates = [Path(folder) / "shim" for folder in folders]
+    directory = next((each for each in candidates if each.is_dir()), None)
     if directory is None:
         raise UsageError("--horovod: there is no multiring.horovod; is this multiring installed whole?")
     before = given.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
@@ -55,8 +55,8 @@ def horovod_variables(environ: Mapping[str, str], host: str = "") -> dict[str, s
     """
     if environ.get(_CONTROLLER) != _OURS or "MULTIRING_RANK" not in environ:
         return {}
-    places = {f"HOROVOD_{name}": environ[f"MULTIRING_{name}"] for name in _PLACES}
-    return {**places, "HOROVOD_HOSTNAME": host or socket.gethostname()}
+    variables = {f"HOROVOD_{name}": environ[f"MULTIRING_{name}"] for name in _PLACES}
+    return {**variables, "HOROVOD_HOSTNAME": host or socket.gethostname()}
 
 
 def torch_variables(rank: int, size: int, slot: RankSlot) -> dict[str, str]:
