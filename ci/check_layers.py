@@ -31,6 +31,7 @@ INCLUDES = {
         "topology/",
         "transport/transport.h",
         "transport/hierarchy.h",
+        "transport/cluster/mirror_routes.h",  # what an exchange sends, for its predicted cost
         "collective/",
     ),
     "engine": ("base/", "topology/", "transport/transport.h", "collective/", "engine/"),

@@ -7,8 +7,11 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/job_settings.h"
 #include "binding/gil.h"
 #include "binding/py_communicator.h"
+#include "collective/plan/allreduce_table.h"
+#include "collective/plan/rounds_limit.h"
 #include "topology/cost_model.h"
 #include "topology/traffic.h"
 
@@ -43,9 +46,11 @@ struct PlanRequest {
 };
 
 Cluster cluster(const std::vector<int>& ranks_per_host, const std::vector<Interface>& interfaces,
-                double memory_rate, double memory_latency, bool round_robin) {
-  return make_cluster(ranks_per_host, interfaces, {memory_rate, memory_latency},
-                      round_robin ? Placement::kRoundRobin : Placement::kBlocks);
+                double memory_rate, double memory_latency, bool round_robin, const std::string& links) {
+  Cluster made = make_cluster(ranks_per_host, interfaces, {memory_rate, memory_latency},
+                              round_robin ? Placement::kRoundRobin : Placement::kBlocks);
+  made.links = parse_host_links(links);
+  return made;
 }
 
 std::vector<std::vector<int>> ranks_of_hosts(const Cluster& cluster) {
@@ -77,7 +82,8 @@ void bind_cluster(py::module_& module) {
   py::class_<Cluster>(module, "Cluster", "Hosts that are alike but for their numbers of ranks.")
       .def(py::init(&cluster), py::arg("ranks_per_host"), py::arg("interfaces"), py::kw_only(),
            py::arg("memory_rate") = HostMemory{}.bytes_per_second,
-           py::arg("memory_latency") = HostMemory{}.latency, py::arg("round_robin") = false)
+           py::arg("memory_latency") = HostMemory{}.latency, py::arg("round_robin") = false,
+           py::arg("host_links") = host_links_name(HostLinks::kSwitch))
       .def_property_readonly("size", &Cluster::size)
       .def_property_readonly("aligned", &Cluster::aligned)
       .def_property_readonly("ranks", &ranks_of_hosts, "The ranks of each host.");
@@ -94,7 +100,7 @@ void bind_steps(py::module_& module) {
       .def_property_readonly("algorithm", [](const Step& step) { return algorithm_name(step.algorithm); })
       .def_readonly("dimension", &Step::dimension)
       .def_readonly("groups", &Step::groups)
-      .def_property_readonly("rounds", &hop_count)
+      .def_property_readonly("hops", &hop_count)
       .def_property_readonly("parts", &Step::most_parts);
   py::class_<LinkTraffic>(module, "LinkTraffic", "Bytes and messages through one interface of a host.")
       .def_readonly("host", &LinkTraffic::host)
@@ -180,6 +186,26 @@ void bind_costs(py::module_& module) {
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<GilRelease>(),
       "The plan with the lowest predicted time.");
+  py::class_<AlgorithmRow>(module, "AlgorithmRow", "A way to run an allreduce across hosts, and its costs.")
+      .def_readonly("name", &AlgorithmRow::name)
+      .def_readonly("excluded", &AlgorithmRow::excluded)
+      .def_readonly("hops", &AlgorithmRow::hops)
+      .def_readonly("rank_bytes", &AlgorithmRow::rank_bytes)
+      .def_readonly("seconds", &AlgorithmRow::seconds)
+      .def_readonly("is_default", &AlgorithmRow::is_default)
+      .def_readonly("is_quickest", &AlgorithmRow::is_quickest);
+  module.def(
+      "allreduce_table",
+      [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,
+         std::size_t staging_bytes) {
+        return allreduce_table(cluster, request.options(), model, staging_bytes);
+      },
+      py::arg("cluster"), py::arg("request"), py::arg("model"),
+      py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
+      "All ways to run an allreduce across hosts.");
+  module.def("rounds_up_to", &rounds_up_to, py::arg("ranks"),
+             py::arg("staging_bytes") = JobSettings{}.staging_bytes,
+             "The largest allreduce in bytes that uses rounds where nothing else is said.");
   module.def("algorithm_letters", &algorithm_letters, "What the letters of a mode mean.");
   module.def(
       "dtype_size", [](const std::string& name) { return dtype_size(parse_dtype(name)); }, py::arg("dtype"),

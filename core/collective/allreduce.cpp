@@ -13,6 +13,7 @@
 #include "base/cache.h"
 #include "collective/cluster/cluster_allreduce.h"
 #include "collective/collectives.h"
+#include "collective/plan/rounds_limit.h"
 #include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
 #include "collective/sums/rank_pointers.h"
@@ -26,12 +27,6 @@ namespace {
 constexpr std::size_t kDirectFrom = kMinSymmetricBytes;
 constexpr std::size_t kDirectFromCrowded = 8 * 1024;
 
-// Below both sizes, of an array and of all ranks' arrays together, one round of staging memory costs less
-// than a plan's several messages. Estimated, not measured.
-constexpr std::size_t kPlannedFrom = 16 * 1024;
-constexpr std::size_t kPlannedFromAll = 128 * 1024;
-
-/// Two ranks send each other everything in both cases, but only a plan can send half precision.
 bool planned(Exchange& exchange, const Descriptor& descriptor) {
   const Transport& transport = exchange.transport();
   const std::size_t bytes = descriptor.bytes;
@@ -42,9 +37,7 @@ bool planned(Exchange& exchange, const Descriptor& descriptor) {
   if (const AllreduceAlgorithm* const algorithm = exchange.plans().algorithm(bytes, rounded);
       algorithm != nullptr)
     return bytes > 0 && !algorithm->staged;
-  const std::size_t of_each = kPlannedFromAll / static_cast<std::size_t>(exchange.size());
-  return (exchange.size() > 2 || rounded) &&
-         bytes > std::min({kPlannedFrom, of_each, transport.staging_bytes()});
+  return !uses_rounds(bytes, exchange.size(), transport.staging_bytes(), rounded);
 }
 
 bool large_enough(const Exchange& exchange, const Descriptor& descriptor) {

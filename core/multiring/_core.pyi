@@ -10,6 +10,7 @@ import typing
 import numpy
 
 __all__: list[str] = [
+    "AlgorithmRow",
     "ArrayReduction",
     "Channel",
     "Cluster",
@@ -38,6 +39,7 @@ __all__: list[str] = [
     "address_of",
     "after_fork",
     "algorithm_letters",
+    "allreduce_table",
     "before_fork",
     "checksum",
     "choose_plan",
@@ -53,6 +55,7 @@ __all__: list[str] = [
     "plan_limit",
     "predict_plan",
     "predict_steps",
+    "rounds_up_to",
 ]
 
 class Result:
@@ -581,6 +584,7 @@ class Cluster:
         memory_rate: typing.SupportsFloat | typing.SupportsIndex = 20000000000.0,
         memory_latency: typing.SupportsFloat | typing.SupportsIndex = 1e-06,
         round_robin: bool = False,
+        host_links: str = "switch",
     ) -> None: ...
     @property
     def aligned(self) -> bool: ...
@@ -616,11 +620,11 @@ class Step:
     @property
     def groups(self) -> list[Group]: ...
     @property
+    def hops(self) -> int: ...
+    @property
     def parts(self) -> int: ...
     @property
     def phase(self) -> str: ...
-    @property
-    def rounds(self) -> int: ...
 
 class LinkTraffic:
     """
@@ -754,6 +758,25 @@ class CostModel:
     @reduction_bytes_per_second.setter
     def reduction_bytes_per_second(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
+class AlgorithmRow:
+    """
+    A way to run an allreduce across hosts, and its costs.
+    """
+    @property
+    def excluded(self) -> str: ...
+    @property
+    def hops(self) -> int: ...
+    @property
+    def is_default(self) -> bool: ...
+    @property
+    def is_quickest(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
 def address_of(array: numpy.ndarray) -> int:
     """
     Address of the first element.
@@ -767,6 +790,16 @@ def after_fork() -> None:
 def algorithm_letters() -> str:
     """
     What the letters of a mode mean.
+    """
+
+def allreduce_table(
+    cluster: Cluster,
+    request: PlanRequest,
+    model: CostModel,
+    staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
+) -> list[AlgorithmRow]:
+    """
+    All ways to run an allreduce across hosts.
     """
 
 def before_fork() -> None:
@@ -857,4 +890,12 @@ def predict_plan(plan: Plan, model: CostModel) -> float:
 def predict_steps(plan: Plan, model: CostModel) -> list[float]:
     """
     Predicted seconds of each step in which chunks go whole.
+    """
+
+def rounds_up_to(
+    ranks: typing.SupportsInt | typing.SupportsIndex,
+    staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
+) -> int:
+    """
+    The largest allreduce in bytes that uses rounds where nothing else is said.
     """

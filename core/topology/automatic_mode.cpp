@@ -104,7 +104,7 @@ Mode flat_mode(const Cluster& cluster) {
 
 Mode automatic_mode(const Cluster& cluster) {
   Mode mode = flat_mode(cluster);
-  if (cluster.host_count() <= kMaxUndivided) return mode;
+  if (cluster.host_count() <= kMaxUndivided || !cluster.fully_linked()) return mode;
   mode.pop_back();
   for (const int size : HostDimensions(cluster).best()) mode.push_back({size});
   return mode;

@@ -2,11 +2,12 @@
 // with all, each with its best segment.
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "topology/cost_model.h"
+#include "topology/transfers.h"
 
 namespace multiring {
 namespace {
@@ -15,26 +16,24 @@ namespace {
 constexpr std::size_t kMinSegmentBytes = 4 * 1024;
 constexpr std::size_t kMaxSegmentBytes = 16 * 1024 * 1024;
 
-// A prediction is not more accurate than this, so of plans this close the one that comes first is taken:
-// algorithms in the order below, one channel before several, and large segments before small ones.
-constexpr double kAsGood = 1.02;
-
-/// The algorithms that are tried where none is forced. A ring sends what the pairwise exchange sends in more
-/// hops, but to one neighbour only; it pays among many hosts.
-std::vector<Algorithm> candidates_for(bool across_hosts, bool last, Order order) {
+/// The algorithms that are tried where none is forced, the simplest first. A ring sends what the pairwise
+/// exchange sends in more hops, but to one neighbour only; it pays among many hosts. A chain sends more; it
+/// is for neighbours.
+std::vector<Algorithm> candidates_for(bool across_hosts, bool last, Order order, bool fully_linked) {
   std::vector<Algorithm> found{Algorithm::kPairwise, Algorithm::kTree};
   if (last) found.push_back(Algorithm::kDoubling);
   if (across_hosts && order == Order::kAny) found.push_back(Algorithm::kRing);
+  if (across_hosts && !fully_linked) found.push_back(Algorithm::kChain);
   return found;
 }
 
 /// The ways that are tried to give each dimension an algorithm. Dimensions between the first and the last get
 /// the same: they are alike, and combinations of many dimensions have no end.
-std::vector<Mode> combinations(const Mode& mode, Order order) {
+std::vector<Mode> combinations(const Mode& mode, Order order, bool linked) {
   std::vector<Mode> modes;
-  for (const Algorithm first : candidates_for(false, mode.size() == 1, order)) {
-    for (const Algorithm between : candidates_for(true, false, order)) {
-      for (const Algorithm last : candidates_for(true, true, order)) {
+  for (const Algorithm first : candidates_for(false, mode.size() == 1, order, linked)) {
+    for (const Algorithm between : candidates_for(true, false, order, linked)) {
+      for (const Algorithm last : candidates_for(true, true, order, linked)) {
         Mode tried = mode;
         for (std::size_t index = 0; index < mode.size(); ++index) {
           const Algorithm wanted = index == 0 ? first : index + 1 == mode.size() ? last : between;
@@ -57,15 +56,10 @@ std::vector<std::size_t> segments(const Plan& plan) {
   return found;
 }
 
-/// Options of which nothing is open any more, and what they are predicted to take.
-struct Candidate {
-  PlanOptions options;
-  double seconds = 0.0;
-};
-
 /// Adds the candidates of one combination of algorithms and one number of channels.
 void add_candidates(const Cluster& cluster, PlanOptions options, const CostModel& model,
-                    std::vector<Candidate>& candidates) {
+                    std::vector<PlanCandidate>& candidates) {
+  if (missing_link(cluster, options)) return;
   const Plan plan(cluster, options);
   const PlanCost cost = predict_steps(plan, model);
   for (const std::size_t segment : segments(plan)) {
@@ -83,17 +77,26 @@ std::vector<Mode> modes_for(const Cluster& cluster, const PlanOptions& options) 
   return modes;
 }
 
+[[noreturn]] void throw_unlinked(const Cluster& cluster, const PlanOptions& options) {
+  const auto [from, to] = missing_link(cluster, options).value();
+  throw_usage(
+      "mode " + format_mode(options.mode) + " sends from host " + std::to_string(from) + " to host " +
+      std::to_string(to) +
+      ", which have no link; hosts that reach their neighbours only take one dimension, by a chain (c), "
+      "or in any order a ring (r)");
+}
+
 }  // namespace
 
-Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model) {
+std::vector<PlanCandidate> plan_candidates(const Cluster& cluster, const PlanOptions& options,
+                                           const CostModel& model) {
   cluster.validate();
-  if (!options.mode.empty()) require_fit(options.mode, cluster);
   std::vector<int> channel_counts{1};
   const std::size_t all_channels = make_channels(cluster, options.channels).size();
   if (all_channels > 1) channel_counts.push_back(static_cast<int>(all_channels));
-  std::vector<Candidate> candidates;
+  std::vector<PlanCandidate> candidates;
   for (const Mode& mode : modes_for(cluster, options)) {
-    for (const Mode& combination : combinations(mode, options.order)) {
+    for (const Mode& combination : combinations(mode, options.order, cluster.fully_linked())) {
       for (const int channels : channel_counts) {
         PlanOptions tried = options;
         tried.mode = combination;
@@ -102,11 +105,21 @@ Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostM
       }
     }
   }
-  double least = std::numeric_limits<double>::infinity();
-  for (const Candidate& candidate : candidates) least = std::min(least, candidate.seconds);
-  const auto good = std::ranges::find_if(
-      candidates, [&](const Candidate& candidate) { return candidate.seconds <= least * kAsGood; });
-  return {cluster, good->options};
+  return candidates;
+}
+
+const PlanCandidate& best_candidate(std::span<const PlanCandidate> candidates) {
+  const double least = std::ranges::min(candidates, {}, &PlanCandidate::seconds).seconds;
+  return *std::ranges::find_if(
+      candidates, [&](const PlanCandidate& candidate) { return candidate.seconds <= least * kAsGood; });
+}
+
+Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model) {
+  cluster.validate();
+  if (!options.mode.empty()) require_fit(options.mode, cluster);
+  const std::vector<PlanCandidate> candidates = plan_candidates(cluster, options, model);
+  if (candidates.empty()) throw_unlinked(cluster, options);
+  return {cluster, best_candidate(candidates).options};
 }
 
 }  // namespace multiring

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/export.h"
+#include "base/host_links.h"
 #include "topology/canonical_tree.h"
 
 namespace multiring {
@@ -29,10 +30,15 @@ struct Host {
 /// Hosts and the ranks on them.
 struct MULTIRING_API Cluster {
   std::vector<Host> hosts;
+  HostLinks links = HostLinks::kSwitch;  ///< between hosts, by their index
 
   /// Number of ranks.
   int size() const;
   int host_count() const { return static_cast<int>(hosts.size()); }
+  /// Whether each host has a link to each.
+  bool fully_linked() const {
+    return links == HostLinks::kSwitch || host_count() <= (links == HostLinks::kRing ? 3 : 2);
+  }
   /// Whether all hosts have the same number of ranks.
   bool regular() const;
   /// The number of the host of each rank.

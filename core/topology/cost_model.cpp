@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "base/error.h"
 #include "topology/traffic.h"
@@ -32,6 +35,12 @@ const LinkCost* own_link(const CostModel& model, int dimension) {
 class StepPredictor {
  public:
   StepPredictor(const Plan& plan, const CostModel& model) : plan_(plan), model_(model), traffic_(plan) {}
+
+  double busiest_link() const {
+    double most = 0.0;
+    for (const auto& [link, seconds] : busy_) most = std::max({most, seconds.first, seconds.second});
+    return most;
+  }
 
   StepCost predict(const Step& step) {
     StepCost cost;
@@ -69,12 +78,14 @@ class StepPredictor {
     cost.memory += most;
   }
 
-  void add_network(StepCost& cost, const Step& step) const {
+  void add_network(StepCost& cost, const Step& step) {
     const LinkCost* own = own_link(model_, step.dimension);
     double wire = 0.0;
     std::size_t messages_of_link = 0;
     double latency = own != nullptr ? own->latency : 0.0;
-    for (const LinkTraffic& link : traffic_.links()) {
+    const std::vector<LinkTraffic> links =
+        plan_.cluster().fully_linked() ? traffic_.links() : traffic_.cables();
+    for (const LinkTraffic& link : links) {
       const std::size_t bytes = std::max(link.sent, link.received);
       if (bytes == 0) continue;
       const Interface& interface = plan_.cluster()
@@ -82,7 +93,11 @@ class StepPredictor {
                                        .interfaces[static_cast<std::size_t>(link.interface)];
       if (own == nullptr) latency = std::max(latency, interface.latency);
       messages_of_link = std::max(messages_of_link, link.messages);
-      wire = std::max(wire, static_cast<double>(bytes) / link_speed(interface, link, own));
+      const double speed = link_speed(interface, link, own);
+      wire = std::max(wire, static_cast<double>(bytes) / speed);
+      auto& [sending, receiving] = busy_[{link.host, link.neighbour, link.interface}];
+      sending += static_cast<double>(link.sent) / speed;
+      receiving += static_cast<double>(link.received) / speed;
     }
     std::size_t messages = 0;
     for (const RankTraffic& rank : traffic_.ranks()) messages = std::max(messages, rank.messages);
@@ -104,6 +119,8 @@ class StepPredictor {
   const Plan& plan_;
   const CostModel& model_;
   Traffic traffic_;
+  std::map<std::tuple<int, int, int>, std::pair<double, double>>
+      busy_;  // seconds of links, sending, receiving
 };
 
 }  // namespace
@@ -112,15 +129,18 @@ double PlanCost::seconds(std::size_t segments) const {
   const auto pieces = static_cast<double>(segments);
   double first = 0.0;
   double network = 0.0;
+  double messages = 0.0;
   double memory = 0.0;
   for (const StepCost& step : steps) {
-    const double sending = std::max({step.wire / pieces, step.messages, step.interface_messages});
-    network += sending;
+    network += std::max({step.wire / pieces, step.messages, step.interface_messages});
+    messages += std::max(step.messages, step.interface_messages);
     memory += step.synchronisation + step.memory / pieces;
     first += step.latency + step.interface_messages;  // later ones are hidden behind the wire
   }
   first += network + memory;
-  return first + (pieces - 1.0) * std::max(network, memory);
+  // Pieces are in different hops, which keep different links busy.
+  const double each = std::max({busiest_link / pieces, messages, memory});
+  return first + (pieces - 1.0) * each;
 }
 
 PlanCost predict_steps(const Plan& plan, const CostModel& model) {
@@ -128,6 +148,7 @@ PlanCost predict_steps(const Plan& plan, const CostModel& model) {
   PlanCost cost;
   StepPredictor predictor(plan, model);
   for (const Step& step : plan.steps()) cost.steps.push_back(predictor.predict(step));
+  cost.busiest_link = predictor.busiest_link();
   return cost;
 }
 
@@ -153,6 +174,8 @@ double limit_seconds(const Plan& plan, const CostModel& model) {
       by_interfaces += share(n) * divided;
     divided /= n;
   }
+  // Of two cables each passes half; along a line each passes everything, in both directions.
+  if (!cluster.fully_linked()) by_interfaces = cluster.links == HostLinks::kRing ? by_interfaces / 2 : bytes;
   for (const Host& host : cluster.hosts) {
     if (cluster.size() > 1)
       limit = std::max(limit,

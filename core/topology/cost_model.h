@@ -39,6 +39,7 @@ struct StepCost {
 /// Predicted costs of a plan.
 struct MULTIRING_API PlanCost {
   std::vector<StepCost> steps;
+  double busiest_link = 0.0;  ///< seconds that the link with the most bytes of all steps sends or receives
 
   /// Seconds if every chunk goes in `segments` pieces (at least 1). While one piece is in a step another is
   /// in the next, so that after the first the slower of network and memory decides; but every piece takes
@@ -55,6 +56,24 @@ MULTIRING_API double predict(const Plan& plan, const CostModel& model);
 /// Seconds that no plan that treats all hosts alike can go below: every host sends and receives
 /// 2 * (hosts - 1) / hosts of the bytes, and every rank's elements are read and written once.
 MULTIRING_API double limit_seconds(const Plan& plan, const CostModel& model);
+
+/// A plan of which nothing is open, and what it is predicted to take.
+struct PlanCandidate {
+  PlanOptions options;
+  double seconds = 0.0;
+};
+
+/// The plans that choose_plan compares, the simplest first: each combination of algorithms that the links
+/// between hosts allow, with one channel and with all, and with every segment that may be worth it.
+MULTIRING_API std::vector<PlanCandidate> plan_candidates(const Cluster& cluster, const PlanOptions& options,
+                                                         const CostModel& model);
+
+/// A prediction is not more accurate than this, so of what is this close to the quickest the first, that is
+/// the simplest, is taken.
+inline constexpr double kAsGood = 1.02;
+
+/// The first of those that are as good as the quickest; there has to be one.
+MULTIRING_API const PlanCandidate& best_candidate(std::span<const PlanCandidate> candidates);
 
 /// Builds the plan with the lowest predicted time, or of those within the accuracy of a prediction (2 %) the
 /// simplest: chooses algorithms for the dimensions of `options.mode` that have none, the number of channels

@@ -27,6 +27,9 @@ enum class Algorithm {
   kChain,
 };
 
+inline constexpr Algorithm kAllAlgorithms[] = {Algorithm::kPairwise, Algorithm::kRing, Algorithm::kDoubling,
+                                               Algorithm::kTree, Algorithm::kChain};
+
 /// One level of the machine: within a host, across near hosts, across far hosts, ...
 struct Dimension {
   int size = 1;
@@ -60,7 +63,7 @@ MULTIRING_API void require_fit(const Mode& mode, const Cluster& cluster);
 
 /// The dimensions of a cluster without a forced mode: within hosts, and across hosts if there are several, of
 /// which many are divided (64 hosts: 8x8) where that sends about the same bytes in fewer messages. The size
-/// within hosts is that of the largest.
+/// within hosts is that of the largest. Hosts that reach their neighbours only are one dimension.
 MULTIRING_API Mode automatic_mode(const Cluster& cluster);
 
 /// The same with one dimension across hosts.

@@ -16,10 +16,18 @@ bool same_sizes(const Mode& a, const Mode& b) {
   return std::ranges::equal(a, b, {}, &Dimension::size, &Dimension::size);
 }
 
+/// What passes between neighbours only.
+Algorithm neighbour_algorithm(const Cluster& cluster, Order order) {
+  return order == Order::kAny && cluster.links == HostLinks::kRing ? Algorithm::kRing : Algorithm::kChain;
+}
+
 /// Every dimension with its algorithm. The sizes of automatic modes fit hosts that differ as well.
-Mode resolve(Mode mode, const Cluster& cluster, bool rounded) {
+Mode resolve(Mode mode, const Cluster& cluster, const PlanOptions& options) {
   // Each dimension rounds, and bits are not to depend on how many there are.
-  if (mode.empty()) mode = rounded ? flat_mode(cluster) : automatic_mode(cluster);
+  if (mode.empty()) {
+    mode = options.rounded ? flat_mode(cluster) : automatic_mode(cluster);
+    if (!cluster.fully_linked()) mode.back().algorithm = neighbour_algorithm(cluster, options.order);
+  }
   const bool automatic = same_sizes(mode, automatic_mode(cluster)) || same_sizes(mode, flat_mode(cluster));
   if (cluster.regular() || !automatic) require_fit(mode, cluster);
   for (Dimension& dimension : mode)
@@ -67,7 +75,7 @@ std::size_t Step::most_parts() const {
 
 Plan::Plan(Cluster cluster, const PlanOptions& options) : cluster_(std::move(cluster)), options_(options) {
   cluster_.validate();
-  mode_ = options_.mode = resolve(options.mode, cluster_, options_.rounded);
+  mode_ = options_.mode = resolve(options.mode, cluster_, options_);
   if (canonical()) require_canonical(mode_);
   channels_ = make_channels(cluster_, options_.channels);
   PlanBuilder builder(*this);

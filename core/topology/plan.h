@@ -58,7 +58,9 @@ struct MULTIRING_API Step {
 struct PlanOptions {
   std::size_t count = 0;  ///< elements
   DType dtype = DType::kFloat32;
-  Mode mode;  ///< empty: automatic_mode(); dimensions without an algorithm take the pairwise exchange
+  /// Empty: automatic_mode(), by a chain or ring where hosts reach their neighbours only. Dimensions without
+  /// an algorithm take the pairwise exchange.
+  Mode mode;
   int channels = 1 << 10;           ///< at most so many interfaces are used at once
   std::size_t segment = 0;          ///< elements of a pipelined piece of a chunk; 0: chunks go whole
   Order order = Order::kCanonical;  ///< kAny: each holder sends one sum of all it has

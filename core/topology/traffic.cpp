@@ -13,14 +13,21 @@ Traffic::Traffic(const Plan& plan)
     first_link_.push_back(links_.size());
     const std::size_t interfaces = plan.cluster().hosts[static_cast<std::size_t>(host)].interfaces.size();
     for (std::size_t interface = 0; interface < interfaces; ++interface)
-      links_.push_back({host, static_cast<int>(interface), 0, 0, 0});
+      links_.push_back({host, static_cast<int>(interface), -1, 0, 0, 0});
   }
 }
 
 void Traffic::clear() {
   for (LinkTraffic& link : links_) link.sent = link.received = link.messages = 0;
+  cables_.clear();
   std::ranges::fill(ranks_, RankTraffic{});
   std::ranges::fill(adding_, Range{});
+}
+
+std::vector<LinkTraffic> Traffic::cables() const {
+  std::vector<LinkTraffic> found;
+  for (const auto& [ends, cable] : cables_) found.push_back(cable);
+  return found;
 }
 
 std::size_t Traffic::link_of(int host, int channel) const {
@@ -33,10 +40,19 @@ std::size_t Traffic::link_of(int host, int channel) const {
 void Traffic::add(const Step& step, const Transfer& transfer) {
   RankTraffic& sender = ranks_[static_cast<std::size_t>(transfer.from)];
   if (step.across_hosts()) {
-    LinkTraffic& link = links_[link_of(host_of(transfer.from), transfer.channel)];
+    const std::size_t index = link_of(host_of(transfer.from), transfer.channel);
+    LinkTraffic& link = links_[index];
     link.sent += transfer.bytes;
     ++link.messages;
     links_[link_of(host_of(transfer.to), transfer.channel)].received += transfer.bytes;
+    if (!plan_.cluster().fully_linked()) {
+      LinkTraffic& cable = cables_[{host_of(transfer.from), host_of(transfer.to), index}];
+      cable.host = link.host;
+      cable.interface = link.interface;
+      cable.neighbour = host_of(transfer.to);
+      cable.sent += transfer.bytes;
+      ++cable.messages;
+    }
     sender.sent += transfer.bytes;
     sender.touched += transfer.bytes;
     ++sender.messages;

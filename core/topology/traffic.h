@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
+#include <tuple>
 #include <vector>
 
 #include "base/export.h"
@@ -9,10 +11,11 @@
 
 namespace multiring {
 
-/// Bytes through one interface of a host.
+/// Bytes through one interface of a host, or through its cable to a neighbour.
 struct LinkTraffic {
   int host = 0;
   int interface = 0;
+  int neighbour = -1;  ///< another host; -1: all
   std::size_t sent = 0;
   std::size_t received = 0;
   std::size_t messages = 0;  ///< sent
@@ -37,6 +40,9 @@ class MULTIRING_API Traffic {
 
   /// By host, then interface.
   const std::vector<LinkTraffic>& links() const { return links_; }
+  /// Where hosts reach their neighbours only: by sender, neighbour and interface, each of which has a cable
+  /// of its own in each direction. Empty: the hosts share a switch.
+  std::vector<LinkTraffic> cables() const;
   /// By rank.
   const std::vector<RankTraffic>& ranks() const { return ranks_; }
   int host_of(int rank) const { return host_of_[static_cast<std::size_t>(rank)]; }
@@ -50,6 +56,7 @@ class MULTIRING_API Traffic {
   std::vector<int> host_of_;
   std::vector<std::size_t> first_link_;  // of each host
   std::vector<LinkTraffic> links_;
+  std::map<std::tuple<int, int, std::size_t>, LinkTraffic> cables_;
   std::vector<RankTraffic> ranks_;
   std::vector<Range> adding_;  // by rank: what it added to last
 };

@@ -8,6 +8,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/cache.h"
+
 namespace multiring {
 namespace {
 
@@ -130,12 +132,12 @@ class Hop {
     }
     const std::size_t up = hop_;
     const std::size_t down = n_ - 1 - hop_;
+    const std::size_t up_bytes = joint_bytes(up, positions(0, up + 1));
+    const std::size_t down_bytes = joint_bytes(down, positions(down, n_));
     for (std::size_t chunk = up + 1; chunk < n_; ++chunk)
-      send(up, up + 1, plan_.share(*group_, chunk), TransferKind::kHandOver,
-           joint_bytes(up, positions(0, up + 1)));
+      send(up, up + 1, plan_.share(*group_, chunk), TransferKind::kHandOver, up_bytes);
     for (std::size_t chunk = 0; chunk < down; ++chunk)
-      send(down, down - 1, plan_.share(*group_, chunk), TransferKind::kHandOver,
-           joint_bytes(down, positions(down, n_)));
+      send(down, down - 1, plan_.share(*group_, chunk), TransferKind::kHandOver, down_bytes);
   }
 
   static std::vector<std::size_t> positions(std::size_t begin, std::size_t end) {
@@ -219,6 +221,24 @@ void for_each_transfer(const Plan& plan, const Step& step, int hop,
                        const std::function<void(const Transfer&)>& visit) {
   Hop transfers(plan, step, hop, visit);
   for (const Group& group : step.groups) transfers.visit_group(group);
+}
+
+std::optional<std::pair<int, int>> missing_link(const Cluster& cluster, PlanOptions options) {
+  if (cluster.fully_linked()) return std::nullopt;
+  // Enough elements for every rank to have some. Who sends to whom is the same in any order.
+  options.count = kCacheLine * static_cast<std::size_t>(cluster.size());
+  options.order = Order::kAny;
+  const Plan plan(cluster, options);
+  const std::vector<int> hosts = cluster.host_of_rank();
+  std::optional<std::pair<int, int>> found;
+  for (const Step& step : plan.steps())
+    for (int hop = 0; hop < hop_count(step) && !found; ++hop)
+      for_each_transfer(plan, step, hop, [&](const Transfer& transfer) {
+        const int from = hosts[static_cast<std::size_t>(transfer.from)];
+        const int to = hosts[static_cast<std::size_t>(transfer.to)];
+        if (!found && !have_link(cluster.links, cluster.host_count(), from, to)) found = {from, to};
+      });
+  return found;
 }
 
 }  // namespace multiring

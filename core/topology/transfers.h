@@ -2,6 +2,8 @@
 
 #include <cstddef>
 #include <functional>
+#include <optional>
+#include <utility>
 
 #include "base/export.h"
 #include "topology/chunks.h"
@@ -32,5 +34,9 @@ MULTIRING_API int hop_count(const Step& step);
 /// Calls `visit` for every transfer of a hop of a step.
 MULTIRING_API void for_each_transfer(const Plan& plan, const Step& step, int hop,
                                      const std::function<void(const Transfer&)>& visit);
+
+/// Two hosts without a link, of which a plan of `options` for any number of elements sends from the first to
+/// the second; none: it can run.
+MULTIRING_API std::optional<std::pair<int, int>> missing_link(const Cluster& cluster, PlanOptions options);
 
 }  // namespace multiring

@@ -178,21 +178,23 @@ def test_hosts_that_reach_their_neighbours_only(emulate: Callable[..., EmulatedH
 def test_a_loss_is_told_from_neighbour_to_neighbour(
     emulate: Callable[..., EmulatedHosts], cables: str
 ) -> None:
-    """Of three jobs: a rank that is killed in rounds, one within a chain, and a host that is cut off."""
+    """Of four jobs: a rank that is killed in rounds, one within a chain, one where rings may run (in a line
+    they cannot), and a host that is cut off."""
     hosts, layout = emulate(4, None, cables), [1] * 4
     env = {"MULTIRING_HOST_LINKS": cables, "MULTIRING_INTERFACES": hosts.cables_network()}
+    kinds = ((SMALL, "canonical"), (LARGE, "canonical"), (LARGE, "any"), (LARGE, "canonical"))
     jobs = [
-        start(hosts, layout, LOOP, count, "allreduce", job=job, **env)
-        for job, count in enumerate((SMALL, LARGE, LARGE))
+        start(hosts, layout, LOOP, count, "allreduce", job=job, MULTIRING_ORDER=order, **env)
+        for job, (count, order) in enumerate(kinds)
     ]
-    for ranks in jobs[:2]:
+    for ranks in jobs[:3]:
         await_running(ranks)
         killed = time.monotonic()
         ranks[2].kill()
         ranks[2].communicate()
         for process in (*ranks[:2], ranks[3]):
             assert "lost rank 2 on emulated2" in told(process, killed, CLOSED_SECONDS)
-    for name, lost, message in told_when_cut(hosts, layout, jobs[2:]):
+    for name, lost, message in told_when_cut(hosts, layout, jobs[3:]):
         assert names_one(lost, message), (name, message)
 
 

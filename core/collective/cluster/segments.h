@@ -23,7 +23,7 @@ inline constexpr std::size_t kMaxGather = 128 * 1024;
 inline constexpr std::size_t kMaxScatter = 128 * 1024;
 
 // Alltoall, gather and scatter: from kMessagesFrom on, and of pieces of kMinPiece or more, messages are worth
-// it, as for allreduces (collective/allreduce.cpp).
+// it, as for allreduces (collective/plan/rounds_limit.h).
 inline constexpr std::size_t kMessagesFrom = 16 * 1024;
 inline constexpr std::size_t kMinPiece = 1024;
 inline constexpr std::size_t kMaxCopy = 256 * 1024;

@@ -25,23 +25,18 @@ void PlanCache::find_cluster(const Transport& transport) {
   }
   cluster_.hosts.clear();
   for (auto& [number, host] : hosts) cluster_.hosts.push_back(std::move(host));
-  fully_linked_ = transport.fully_linked();
-  is_ring_ =
-      !fully_linked_ && transport.has_link(cluster_.hosts.front().ranks[0], cluster_.hosts.back().ranks[0]);
+  cluster_.links = transport.fully_linked() ? HostLinks::kSwitch
+                   : transport.has_link(cluster_.hosts.front().ranks[0], cluster_.hosts.back().ranks[0])
+                       ? HostLinks::kRing
+                       : HostLinks::kLine;
 }
 
 Mode PlanCache::mode_for(const Request& request) const {
-  const bool any = request.order == Order::kAny;
-  if (!request.mode.empty()) {
-    Mode mode = request.mode;
-    for (Dimension& dimension : mode)
-      if (dimension.algorithm && !any && depends_on_chunk(*dimension.algorithm, request.rounded))
-        dimension.algorithm = fully_linked_ ? Algorithm::kPairwise : Algorithm::kChain;
-    return mode;
-  }
-  if (fully_linked_) return {};
-  Mode mode = flat_mode(cluster_);
-  mode.back().algorithm = any && is_ring_ ? Algorithm::kRing : Algorithm::kChain;
+  Mode mode = request.mode;
+  for (Dimension& dimension : mode)
+    if (dimension.algorithm && request.order != Order::kAny &&
+        depends_on_chunk(*dimension.algorithm, request.rounded))
+      dimension.algorithm = cluster_.fully_linked() ? Algorithm::kPairwise : Algorithm::kChain;
   return mode;
 }
 
@@ -58,19 +53,17 @@ Plan PlanCache::plan(const Request& request) const {
 
 void PlanCache::require_plan(const Mode& mode, const Transport& transport) const {
   require_fit(mode, cluster_);
-  // Enough elements for every rank to have some. What takes the place of rings fits as well.
-  const std::size_t count = kCacheLine * static_cast<std::size_t>(cluster_.size());
-  const Plan made = plan({.count = count, .order = Order::kAny, .mode = mode});
-  for (const Step& step : made.steps())
-    for (int hop = 0; !fully_linked_ && hop < hop_count(step); ++hop)
-      for_each_transfer(made, step, hop, [&](const Transfer& transfer) {
-        if (!transport.has_link(transfer.from, transfer.to))
-          throw_usage(
-              "mode " + format_mode(made.mode()) + " sends from " + transport.host(transfer.from) + " to " +
-              transport.host(transfer.to) +
-              ", which are no neighbours (MULTIRING_HOST_LINKS); between hosts take a chain (c), or in "
-              "any order a ring (r)");
-      });
+  PlanOptions options;
+  options.mode = mode;
+  const std::optional<std::pair<int, int>> missing = missing_link(cluster_, options);
+  if (!missing) return;
+  const auto name = [&](int host) {
+    return transport.host(cluster_.hosts[static_cast<std::size_t>(host)].ranks[0]);
+  };
+  throw_usage("mode " + format_mode(mode) + " sends from " + name(missing->first) + " to " +
+              name(missing->second) +
+              ", which are no neighbours (MULTIRING_HOST_LINKS); between hosts take a chain (c), or in any "
+              "order a ring (r)");
 }
 
 void PlanCache::force_mode(Mode mode, const Transport& transport) {

@@ -60,8 +60,6 @@ class MULTIRING_API PlanCache {
   void require_plan(const Mode& mode, const Transport& transport) const;
 
   Cluster cluster_;            // empty: not yet found
-  bool fully_linked_ = true;   // each host with each
-  bool is_ring_ = false;       // neighbours only, the last host and the first among them
   AllreduceAlgorithm forced_;  // without a mode: none
   Tuning tuning_;
   std::list<Kept> recent_;  // most recently used first

@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from multiring import _core as native
 from multiring.tuning.table import AUTO, ROUNDS, Algorithm, SizeClass, Tuning, ranks_of_hosts
 from multiring.units import seconds_text, size_text
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
 
-__all__ = ["Measured", "candidates", "classes_of", "default_algorithm", "measure", "rounds_up_to"]
+__all__ = ["Measured", "candidates", "classes_of", "default_algorithm", "measure"]
 
-# What is used without a table (core/collective/allreduce.cpp).
-_ROUNDS_UP_TO = 16 * 1024
-_ROUNDS_UP_TO_OF_ALL = 128 * 1024
 # An algorithm has to be so much quicker than that to take its place: less is chance.
 _QUICKER = 0.95
 # An algorithm that keeps few rounds at the price of bytes, and takes so many times as long as the automatic
@@ -73,14 +71,9 @@ def candidates(ranks: Sequence[int]) -> list[Algorithm]:
     return [Algorithm(mode) for mode in modes]
 
 
-def rounds_up_to(size: int) -> int:
-    """The largest allreduce, in bytes, of `size` ranks that uses exchanges without a table."""
-    return min(_ROUNDS_UP_TO, _ROUNDS_UP_TO_OF_ALL // size)
-
-
 def default_algorithm(nbytes: int, size: int) -> Algorithm:
     """How an allreduce of `size` ranks goes without a table."""
-    return Algorithm(ROUNDS if size == 2 or nbytes <= rounds_up_to(size) else AUTO)
+    return Algorithm(ROUNDS if size == 2 or nbytes <= native.rounds_up_to(size) else AUTO)
 
 
 def measure(

@@ -19,7 +19,7 @@ import numpy as np
 
 from multiring import _core as native
 from multiring.errors import UsageError
-from multiring.tuning.measure import Measured, default_algorithm, measure, rounds_up_to
+from multiring.tuning.measure import Measured, default_algorithm, measure
 from multiring.tuning.table import AUTO, Algorithm, SizeClass, Tuning, ranks_of_hosts
 from multiring.units import size_text
 
@@ -85,7 +85,7 @@ def classes_by_model(measured: Sequence[Measured], size: int) -> tuple[SizeClass
     if all(algorithm == default_algorithm(nbytes, size) for nbytes, algorithm in chosen.items()):
         return ()
     # From here on as usual; what is larger than all classes goes as the last.
-    limit = rounds_up_to(size)
+    limit = native.rounds_up_to(size)
     if limit > max(sizes):
         chosen[limit] = default_algorithm(limit, size)
     chosen[max(2 * limit, nbytes)] = Algorithm(AUTO)

@@ -13,14 +13,12 @@ namespace {
 
 constexpr int kRounds = 0;  // channels
 constexpr int kGossip = 1;
-// Up to here the staging memory of several ranks is one message, by way of a copy.
-constexpr std::size_t kMaxCombined = 16 * 1024;
 
 using Bytes = std::span<const std::byte>;
 
 /// Whether the staging memory of a message's ranks, `bytes` in all, is one message.
 bool is_combined(const MirrorMessage& message, std::size_t bytes) {
-  return message.ranks.size() > 1 && bytes <= kMaxCombined;
+  return message.ranks.size() > 1 && bytes <= MirrorRoutes::kMaxCombined;
 }
 
 }  // namespace
@@ -44,7 +42,8 @@ HostMirror::HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& rou
       incoming.message = &message;
       incoming.step = step;
       incoming.offset = offset;
-      if (message.ranks.size() > 1) offset += message.ranks.size() * Transport::kHeaderBytes + kMaxCombined;
+      if (message.ranks.size() > 1)
+        offset += message.ranks.size() * Transport::kHeaderBytes + MirrorRoutes::kMaxCombined;
     }
   }
   for (std::size_t index = 0; index < incoming_.size(); ++index)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
+#include <set>
 
 namespace multiring {
 namespace {
@@ -133,7 +134,7 @@ MirrorRoutes neighbour_routes(std::span<const int> hosts, int rank, bool closed)
       if (from == here) append(step.out, circle.sent(rank, to, {{origin}}));
       if (to == here) append(step.in, circle.received(rank, from, {{origin}}));
     };
-    for (std::size_t from = 0; from < size; ++from) {
+    for (const std::size_t from : std::set{(here + size - 1) % size, here, (here + 1) % size}) {
       const bool opposite = closed && 2 * distance == size;  // comes one way only
       if (closed || (from + 1 < size && from + 1 >= distance))
         pass_on(from, (from + 1) % size, (from + 1 + size - distance) % size);

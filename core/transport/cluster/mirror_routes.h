@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <span>
 #include <vector>
 
@@ -33,6 +34,8 @@ struct MirrorRoutes {
   static constexpr int kDirectHosts = 8;
   /// The radix is the smallest one with as few steps as this one.
   static constexpr int kMaxRadix = 4;
+  /// Up to so many bytes of staging memory of a message's ranks go together; more take a message for each.
+  static constexpr std::size_t kMaxCombined = 16 * 1024;
 
   std::vector<int> receivers;     ///< on this host, of each rank; of its own ranks themselves
   std::vector<MirrorStep> steps;  ///< the same number on all ranks

@@ -18,8 +18,6 @@ using namespace testing;
 
 constexpr std::size_t kLarge = (std::size_t{1} << 33) + 7;
 constexpr std::size_t kCounts[] = {0, 1, 2, 17, 101, 1000, 4099, kLarge};
-constexpr Algorithm kAlgorithms[] = {Algorithm::kPairwise, Algorithm::kRing, Algorithm::kDoubling,
-                                     Algorithm::kTree, Algorithm::kChain};
 
 /// All combinations of algorithms for a mode that a plan takes.
 std::vector<Mode> combinations(const Mode& mode, Order order = Order::kCanonical) {
@@ -27,7 +25,7 @@ std::vector<Mode> combinations(const Mode& mode, Order order = Order::kCanonical
   for (std::size_t index = 0; index < mode.size(); ++index) {
     std::vector<Mode> more;
     for (const Mode& known : modes) {
-      for (const Algorithm algorithm : kAlgorithms) {
+      for (const Algorithm algorithm : kAllAlgorithms) {
         if (algorithm == Algorithm::kDoubling && index + 1 < mode.size()) continue;
         if (algorithm == Algorithm::kRing && order == Order::kCanonical && mode[index].size > 2) continue;
         more.push_back(known);

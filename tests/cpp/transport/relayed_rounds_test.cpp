@@ -331,7 +331,7 @@ TEST_P(RelayedRounds, TellWhoHasStopped) {
       expect_kind(error, ErrorKind::kTimeout);
       // Those that 3 has sent its own part tell that it has come only if they wait themselves, for a while.
       const std::string text = error.what();
-      EXPECT_TRUE(text.find(" s for rank 3 ") != std::string::npos ||
+      EXPECT_TRUE(text.find(" s for rank 3") != std::string::npos ||
                   text.find(" s: rank 3 has come, but not what others have sent") != std::string::npos)
           << text;
       EXPECT_EQ(error.context().peer, 3);

@@ -73,6 +73,8 @@ WRONG = {
     "--hosts 1000000 --ranks-per-host 8": "at most 16384 ranks here, not 8000000",
     "--hosts 16 --links 10gbit:20us,1gbit:1ms": "2 links, but mode 1px16p has 1",
     "--bytes 99999999T": "up to 32 TiB",
+    "--hosts 4096 --explain": "at most 2048 ranks",
+    "--hosts 4 --host-links ring --mode 1x4d": "sends from host 0 to host 2, which have no link",
     "--rate 10": "argument --rate: ",
     "--hosts 1++2": "argument --hosts/--layout: ",
     "--dtype complex64": "argument --dtype: ",

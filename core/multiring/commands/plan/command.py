@@ -9,6 +9,7 @@ from multiring import _core as native
 from multiring import units
 from multiring.commands.argument_types import number_of
 from multiring.commands.plan.drawing import draw
+from multiring.commands.plan.explain import rows_as_json, rows_as_text
 from multiring.commands.plan.report import Prediction, as_json, as_text
 from multiring.errors import UsageError
 
@@ -16,6 +17,8 @@ __all__ = ["add_arguments", "main"]
 
 # Every transfer of every candidate is counted, so that more would take minutes.
 _MAX_RANKS = 1 << 14
+# And what every rank sends in an exchange.
+_MAX_EXPLAINED_RANKS = 1 << 11
 
 # Sums over all ranks have to fit into 64 bits.
 _MAX_BYTES = 1 << 45
@@ -30,11 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Nothing is measured or sent: the cluster is the one that the options describe.\n\n"
         "  multiring plan --ranks-per-host 4 --hosts 8 --bytes 100M --rate 10gbit\n"
         "  multiring plan --hosts 2x4 --bytes 4K\n"
-        "  multiring plan --hosts 2+1+2 --bytes 4K\n"
+        "  multiring plan --hosts 2+1+2 --bytes 4K --explain\n"
         "  multiring plan --ranks-per-host 4 --hosts 16 --mode 4x8x2 --links 10gbit:20us,2.5gbit:100us"
     )
     _add_cluster_arguments(parser)
     _add_plan_arguments(parser)
+    parser.add_argument(
+        "--explain", action="store_true", help="list all algorithms, their costs, and why others do not run"
+    )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object, with every group of ranks"
     )
@@ -87,6 +93,12 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="rate and latency of a host in each dimension across hosts, if not those of its interfaces",
     )
     cluster.add_argument(
+        "--host-links",
+        choices=("switch", "ring", "line"),
+        default="switch",
+        help="whether each host has a link to each, or to its neighbours only [switch]",
+    )
+    cluster.add_argument(
         "--memory-rate",
         type=units.size,
         default=20 * 10**9,
@@ -128,11 +140,12 @@ def main(args: argparse.Namespace) -> int:
     """Chooses the plan and prints it. Raises UsageError for a mode that does not fit the cluster."""
     prediction = predict(args)
     if args.json:
-        print(json.dumps(as_json(prediction), indent=2))
+        explained = {"algorithms": rows_as_json(prediction)} if args.explain else {}
+        print(json.dumps(as_json(prediction) | explained, indent=2))
+    elif args.explain:
+        print(rows_as_text(prediction))
     else:
-        print(as_text(prediction))
-        print()
-        print(draw(prediction.cluster.ranks, prediction.plan))
+        print(as_text(prediction), draw(prediction.cluster.ranks, prediction.plan), sep="\n\n")
     return 0
 
 
@@ -144,9 +157,12 @@ def predict(args: argparse.Namespace) -> Prediction:
         interfaces,
         memory_rate=args.memory_rate,
         round_robin=args.placement == "round-robin",
+        host_links=args.host_links,
     )
     model = native.CostModel()
     model.dimensions = [native.LinkCost(latency, rate) for rate, latency in args.links]
+    if args.explain and cluster.size > _MAX_EXPLAINED_RANKS:
+        _refuse(f"algorithms are compared for at most {_MAX_EXPLAINED_RANKS} ranks: leave --explain out")
     request = native.PlanRequest()
     itemsize = native.dtype_size(args.dtype)
     if max(args.nbytes, args.segment) > _MAX_BYTES:
@@ -166,11 +182,13 @@ def predict(args: argparse.Namespace) -> Prediction:
     return Prediction(
         cluster=cluster,
         interfaces=interfaces,
+        host_links=args.host_links,
         dtype=args.dtype,
         plan=plan,
         seconds=native.predict_plan(plan, model),
         limit=native.plan_limit(plan, model),
         step_seconds=native.predict_steps(plan, model),
+        algorithms=native.allreduce_table(cluster, request, model) if args.explain else (),
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from multiring import _core as native
 from multiring.units import rate_text, seconds_text, size_text
 
-__all__ = ["Prediction", "as_json", "as_text"]
+__all__ = ["Prediction", "as_json", "as_text", "cluster_line", "elements_text", "table"]
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,24 @@ class Prediction:
     Attributes:
         cluster: The hosts and their ranks.
         interfaces: Those of every host.
+        host_links: What links the hosts: "switch", "ring" or "line".
         dtype: Name of the elements' type.
         plan: The plan.
         seconds: Predicted time.
         limit: Time that bytes over bandwidth allow at best, in seconds.
         step_seconds: Predicted time of each step if chunks go whole.
+        algorithms: All ways to run the allreduce, if they are asked for.
     """
 
     cluster: native.Cluster
     interfaces: Sequence[native.Interface]
+    host_links: str
     dtype: str
     plan: native.Plan
     seconds: float
     limit: float
     step_seconds: Sequence[float]
+    algorithms: Sequence[native.AlgorithmRow] = ()
 
     @property
     def nbytes(self) -> int:
@@ -48,10 +52,9 @@ class Prediction:
 def as_text(prediction: Prediction) -> str:
     """The cluster, the plan with a line for each step, what it moves and how long that takes."""
     plan = prediction.plan
-    elements = f"{plan.count:,} x {prediction.dtype}"
     lines = [
-        _cluster_line(prediction),
-        f"allreduce of {size_text(prediction.nbytes)} ({elements}), mode {plan.mode}",
+        cluster_line(prediction),
+        f"allreduce of {elements_text(prediction)}, mode {plan.mode}",
         f"order      {order_text(prediction)}",
     ]
     if plan.segments > 1:
@@ -61,7 +64,7 @@ def as_text(prediction: Prediction) -> str:
             f"in {plan.segments} segments of {segment}"
         )
     if plan.steps:
-        lines += ["", *_table(_rows(prediction)), ""]
+        lines += ["", *table(_rows(prediction), left=(1, 2, 3)), ""]
     lines += [f"link       {line}" for line in _link_lines(prediction)]
     lines.append(f"predicted  {seconds_text(prediction.seconds)}")
     lines.append(
@@ -108,6 +111,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
             {"bytes_per_second": one.bytes_per_second, "latency": one.latency}
             for one in prediction.interfaces
         ],
+        "host_links": prediction.host_links,
         "dtype": prediction.dtype,
         "count": plan.count,
         "bytes": prediction.nbytes,
@@ -139,7 +143,7 @@ def _step_json(prediction: Prediction, index: int) -> dict[str, Any]:
         "phase": step.phase,
         "dimension": step.dimension,
         "algorithm": step.algorithm,
-        "rounds": step.rounds,
+        "hops": step.hops,
         "parts": step.parts,
         "seconds": prediction.step_seconds[index],
         "groups": [
@@ -149,18 +153,25 @@ def _step_json(prediction: Prediction, index: int) -> dict[str, Any]:
     }
 
 
-def _cluster_line(prediction: Prediction) -> str:
+def elements_text(prediction: Prediction) -> str:
+    """What is reduced."""
+    return f"{size_text(prediction.nbytes)} ({prediction.plan.count:,} x {prediction.dtype})"
+
+
+def cluster_line(prediction: Prediction) -> str:
+    """Hosts, ranks and interfaces."""
     counts = [len(ranks) for ranks in prediction.cluster.ranks]
     each = f"{counts[0]}" if len(set(counts)) == 1 else "+".join(map(str, counts))
     hosts = f"{len(counts)} host{'s' if len(counts) > 1 else ''} of {each} rank{'s' if each != '1' else ''}"
     if len(counts) == 1:
         return hosts
     rates = ", ".join(rate_text(one.bytes_per_second) for one in prediction.interfaces)
-    return f"{hosts}, interfaces: {rates}, {seconds_text(prediction.interfaces[0].latency)}"
+    links = "" if prediction.host_links == "switch" else f", {prediction.host_links} of cables"
+    return f"{hosts}{links}, interfaces: {rates}, {seconds_text(prediction.interfaces[0].latency)}"
 
 
 def _rows(prediction: Prediction) -> list[list[str]]:
-    rows = [["step", "dimension", "phase", "algorithm", "groups", "rounds", "sums", "by a rank", "if alone"]]
+    rows = [["step", "dimension", "phase", "algorithm", "groups", "hops", "sums", "by a rank", "if alone"]]
     for index, step in enumerate(prediction.plan.steps):
         _, ranks = prediction.plan.traffic(index)
         most = max(rank.sent_in_memory if step.dimension == 0 else rank.sent for rank in ranks)
@@ -171,7 +182,7 @@ def _rows(prediction: Prediction) -> list[list[str]]:
                 step.phase,
                 step.algorithm,
                 str(len(step.groups)),
-                str(step.rounds),
+                str(step.hops),
                 str(step.parts),
                 size_text(most),
                 seconds_text(prediction.step_seconds[index]),
@@ -180,12 +191,12 @@ def _rows(prediction: Prediction) -> list[list[str]]:
     return rows
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns as wide as they need; the texts in the middle to the left, numbers to the right."""
+def table(rows: Sequence[Sequence[str]], left: Container[int]) -> list[str]:
+    """Lines with columns as wide as they need; those of `left` to the left, others, numbers, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if 1 <= column <= 3 else cell.rjust(width)
+            cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -195,13 +206,14 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 def _link_lines(prediction: Prediction) -> list[str]:
     """For each interface that carries anything, what the busiest host sends and receives through it."""
     links, _ = prediction.plan.traffic()
+    kind, both = ("interface", "") if prediction.host_links == "switch" else ("cables", "together ")
     lines = []
     for number, interface in enumerate(prediction.interfaces):
         sent = max((link.sent for link in links if link.interface == number), default=0)
         received = max((link.received for link in links if link.interface == number), default=0)
         if sent or received:
             lines.append(
-                f"interface {number} ({rate_text(interface.bytes_per_second)}) of a host sends up to "
+                f"{kind} {number} ({rate_text(interface.bytes_per_second)}) of a host {both}sends up to "
                 f"{size_text(sent)} and receives up to {size_text(received)}"
             )
     return lines

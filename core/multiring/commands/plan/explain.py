@@ -1,0 +1,52 @@
+"""The table of what may run an allreduce across hosts, with what each row sends and is predicted to take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from multiring import _core as native
+from multiring.commands.plan.report import Prediction, cluster_line, elements_text, table
+from multiring.units import seconds_text, size_text
+
+__all__ = ["rows_as_json", "rows_as_text"]
+
+
+def rows_as_text(prediction: Prediction) -> str:
+    """The cluster, and a line for each algorithm, the quickest first; what does not run there comes last,
+    with the reason.
+    """
+    lines = [["mode", "hops", "by a rank", "predicted", ""]]
+    for row in _ordered(prediction):
+        if row.excluded:
+            lines.append([row.name, "-", "-", "-", row.excluded])
+            continue
+        marks = ["quickest"] if row.is_quickest else []
+        marks += ["default"] if row.is_default else []
+        costs = [str(row.hops), size_text(row.rank_bytes), seconds_text(row.seconds)]
+        lines.append([row.name, *costs, ", ".join(marks)])
+    head = [
+        cluster_line(prediction),
+        f"allreduce of {elements_text(prediction)}, in {prediction.plan.order} order",
+    ]
+    return "\n".join([*head, "", *table(lines, left=(0, 4))])
+
+
+def rows_as_json(prediction: Prediction) -> list[dict[str, Any]]:
+    """The same, in a form that JSON can hold. Bytes and seconds."""
+    return [
+        {"name": row.name, "excluded": row.excluded}
+        if row.excluded
+        else {
+            "name": row.name,
+            "hops": row.hops,
+            "rank_bytes": row.rank_bytes,
+            "seconds": row.seconds,
+            "is_default": row.is_default,
+            "is_quickest": row.is_quickest,
+        }
+        for row in _ordered(prediction)
+    ]
+
+
+def _ordered(prediction: Prediction) -> list[native.AlgorithmRow]:
+    return sorted(prediction.algorithms, key=lambda row: (bool(row.excluded), row.seconds))

@@ -1,0 +1,164 @@
+// The table of algorithms against what ranks send when they run them.
+
+#include "collective/plan/allreduce_table.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "support/errors.h"
+#include "support/operations.h"
+
+namespace multiring {
+namespace {
+
+using namespace testing;
+
+const std::vector<Interface> kInterface{{1.25e9, 20e-6}};
+
+struct Layout {
+  std::vector<int> ranks;
+  Order order = Order::kCanonical;
+  TransportKind transport = TransportKind::kCluster;
+
+  Cluster cluster() const {
+    Cluster made = make_cluster(ranks, kInterface);
+    if (transport == TransportKind::kClusterRing) made.links = HostLinks::kRing;
+    if (transport == TransportKind::kClusterLine) made.links = HostLinks::kLine;
+    return made;
+  }
+};
+
+void PrintTo(const Layout& layout, std::ostream* out) {
+  for (const int ranks : layout.ranks) *out << ranks << "_";
+  *out << host_links_name(layout.cluster().links) << "_" << order_name(layout.order);
+}
+
+std::vector<AlgorithmRow> table_of(const Layout& layout, std::size_t count) {
+  PlanOptions options;
+  options.count = count;
+  options.order = layout.order;
+  return allreduce_table(layout.cluster(), options, {}, 1 << 20);
+}
+
+class AllreduceTable : public ::testing::TestWithParam<Layout> {};
+
+TEST_P(AllreduceTable, CountsWhatTheBusiestRankSends) {
+  const Layout& layout = GetParam();
+  const Cluster cluster = layout.cluster();
+  GroupOptions options(layout.transport, cluster.size(), 1 << 20);
+  options.layout = layout.ranks;
+  options.communicator.order = layout.order;
+  RankGroup group(options);
+  const std::string hosts = layout_text(cluster);
+  // Rounds carry headers as well, as many for any count.
+  const auto sent = [&](const AlgorithmRow& row, std::size_t count) {
+    const std::string name = cluster.regular() || row.name == "rounds" ? row.name : "auto";
+    std::vector<std::size_t> bytes(static_cast<std::size_t>(cluster.size()));
+    group.run([&](Communicator& communicator) {
+      communicator.set_tuning(hosts + ":1=" + name);
+      const SentCounters& counters = group.sent(communicator.rank());
+      const SentCounter& counter = row.name == "rounds" ? counters.rounds : counters.plans;
+      std::vector<float> data(count, 1.0F);
+      const std::size_t before = counter.read().bytes;
+      run(communicator, allreduce_of(DType::kFloat32, count, data.data(), data.data(), "x"));
+      bytes[static_cast<std::size_t>(communicator.rank())] = counter.read().bytes - before;
+    });
+    return *std::ranges::max_element(bytes);
+  };
+  constexpr std::size_t kFew = 1001;
+  constexpr std::size_t kMany = 20001;
+  const std::vector<AlgorithmRow> few = table_of(layout, kFew);
+  const std::vector<AlgorithmRow> many = table_of(layout, kMany);
+  ASSERT_EQ(few.size(), many.size());
+  for (std::size_t index = 0; index < few.size(); ++index) {
+    if (!few[index].excluded.empty()) continue;
+    // Hosts that differ have no modes, so only the first plan of theirs can be asked for.
+    if (!cluster.regular() && index > 1) break;
+    EXPECT_EQ(sent(many[index], kMany) - sent(few[index], kFew),
+              many[index].rank_bytes - few[index].rank_bytes)
+        << few[index].name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, AllreduceTable,
+    ::testing::Values(Layout{{1, 1, 1}}, Layout{{2, 2, 2}}, Layout{{2, 2, 2}, Order::kAny},
+                      Layout{{2, 2, 2, 2}}, Layout{{4, 4}}, Layout{{3, 1, 2}},
+                      Layout{{1, 1, 1, 1, 1, 1, 1, 1, 1}},
+                      Layout{{1, 1, 1, 1, 1}, Order::kAny, TransportKind::kClusterRing},
+                      Layout{{2, 2, 2, 2}, Order::kCanonical, TransportKind::kClusterRing},
+                      Layout{{1, 1, 1, 1, 1}, Order::kAny, TransportKind::kClusterLine}),
+    kPrinted);
+
+const AlgorithmRow& row_of(const std::vector<AlgorithmRow>& rows, const std::string& name) {
+  const auto found = std::ranges::find(rows, name, &AlgorithmRow::name);
+  if (found == rows.end()) throw_usage("no row " + name);
+  return *found;
+}
+
+TEST(AllreduceTableRows, HopsAreMessagesThatWaitForEachOther) {
+  const std::vector<AlgorithmRow> rows = table_of({std::vector<int>(8, 2)}, 1000);
+  // One more than those of the plan: the exchange of headers.
+  EXPECT_EQ(row_of(rows, "rounds").hops, 1);
+  EXPECT_EQ(row_of(rows, "2px8p").hops, 1 + 2);
+  EXPECT_EQ(row_of(rows, "2tx8d").hops, 1 + 3);
+  EXPECT_EQ(row_of(rows, "2px8t").hops, 1 + 6);
+  EXPECT_EQ(row_of(rows, "2px8c").hops, 1 + 14);
+  EXPECT_EQ(row_of(table_of({std::vector<int>(64, 1)}, 1000), "rounds").hops, 3);
+}
+
+TEST(AllreduceTableRows, SayWhyAnAlgorithmDoesNotRun) {
+  const std::string order = "adds in the order of the ring (--order any)";
+  EXPECT_EQ(row_of(table_of({{1, 1, 1, 1}}, 1000), "1px4r").excluded, order);
+  EXPECT_EQ(row_of(table_of({{1, 1, 1, 1}, Order::kAny}, 1000), "1px4r").excluded, "");
+  const Layout line{{1, 1, 1, 1}, Order::kAny, TransportKind::kClusterLine};
+  EXPECT_EQ(row_of(table_of(line, 1000), "1px4r").excluded, "host 3 has no link to host 0");
+  EXPECT_EQ(row_of(table_of(line, 1000), "1px4d").excluded, "host 0 has no link to host 2");
+  EXPECT_EQ(row_of(table_of(line, 1000), "1px4c").excluded, "");
+  expect_usage([] { table_of({{4}}, 1000); }, "several hosts");
+}
+
+TEST(AllreduceTableRows, TheDefaultIsWhatAJobTakesByItself) {
+  const auto expect_usual = [](const Layout& layout, std::size_t count, const std::string& name) {
+    const std::vector<AlgorithmRow> rows = table_of(layout, count);
+    EXPECT_EQ(std::ranges::count_if(rows, &AlgorithmRow::is_default), 1);
+    const AlgorithmRow& row = *std::ranges::find_if(rows, &AlgorithmRow::is_default);
+    EXPECT_EQ(row.name, name);
+    GroupOptions options(layout.transport, layout.cluster().size(), 1 << 20);
+    options.layout = layout.ranks;
+    options.communicator.order = layout.order;
+    RankGroup group(options);
+    std::vector<std::size_t> planned(layout.ranks.size());
+    group.run([&](Communicator& communicator) {
+      std::vector<float> data(count, 1.0F);
+      run(communicator, allreduce_of(DType::kFloat32, count, data.data(), data.data(), "x"));
+      planned[static_cast<std::size_t>(communicator.rank())] =
+          group.sent(communicator.rank()).plans.read().bytes;
+    });
+    EXPECT_EQ(*std::ranges::max_element(planned), name == "rounds" ? 0 : row.rank_bytes) << name;
+  };
+  expect_usual({{1, 1}}, 100'000, "rounds");
+  expect_usual({{1, 1, 1, 1}}, 4096, "rounds");
+  expect_usual({{1, 1, 1, 1}}, 4097, "1px4p");
+  expect_usual({std::vector<int>(16, 1)}, 4097, "1px4px4p");
+  expect_usual({{1, 1, 1, 1}, Order::kAny, TransportKind::kClusterRing}, 4097, "1px4r");
+}
+
+TEST(AllreduceTableRows, NoElementsNeedTheSameLinks) {
+  const std::vector<AlgorithmRow> rows =
+      table_of({{1, 1, 1, 1, 1}, Order::kCanonical, TransportKind::kClusterRing}, 0);
+  EXPECT_EQ(row_of(rows, "1px5p").excluded, "host 0 has no link to host 2");
+  EXPECT_TRUE(row_of(rows, "1px5c").excluded.empty());
+}
+
+TEST(AllreduceTableRows, RoundsOfManySegmentsAddUp) {
+  const AlgorithmRow one = row_of(table_of({{1, 1, 1}}, 1 << 18), "rounds");
+  const AlgorithmRow many = row_of(table_of({{1, 1, 1}}, 16 << 18), "rounds");
+  EXPECT_EQ(many.hops, 16 * one.hops);
+  EXPECT_EQ(many.rank_bytes, 16 * one.rank_bytes);
+  EXPECT_NEAR(many.seconds, 16 * one.seconds, 1e-9);
+}
+
+}  // namespace
+}  // namespace multiring

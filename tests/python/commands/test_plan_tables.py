@@ -1,0 +1,65 @@
+"""The tables of algorithms in the documentation are what is printed: a change of the cost model or of an
+algorithm shows there (python ci/update_tables.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from typing import Any
+
+from multiring import cli
+from tests.support import REPOSITORY, refused
+
+PAGE = REPOSITORY / "docs" / "algorithms.md"
+
+
+def printed(*arguments: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert cli.main(["plan", "--explain", *arguments]) == 0
+    return output.getvalue()
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """The commands of a page, and each with what stands below it, indented."""
+    found = re.findall(r"(?m)^    multiring plan (.*--explain.*)\n((?:\n|    .*\n)+)", text)
+    return [(command, f"    multiring plan {command}\n{below}") for command, below in found]
+
+
+def shown(command: str) -> str:
+    lines = printed(*command.replace("--explain", "").split()).splitlines()
+    return (
+        f"    multiring plan {command}\n\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines) + "\n"
+    )
+
+
+def test_the_documentation_shows_what_is_printed() -> None:
+    found = blocks(PAGE.read_text() + "\n")
+    assert len(found) == 12
+    for command, block in found:
+        assert block == shown(command)
+
+
+def test_rounds_cross_the_slowest_link() -> None:
+    def rounds(*arguments: str) -> dict[str, Any]:
+        rows = json.loads(printed("--hosts", "4x2", "--bytes", "64K", "--json", *arguments))["algorithms"]
+        return next(row for row in rows if row["name"] == "rounds")
+
+    slow = rounds("--rate", "1gbit", "--latency", "500us")
+    assert rounds("--links", "1gbit:500us")["seconds"] == slow["seconds"]
+    assert slow["seconds"] > 500e-6 + 2 * 3 * (64 << 10) / 125e6, "of two ranks, to three hosts"
+
+
+def test_json_has_the_same_rows() -> None:
+    found = json.loads(printed("--hosts", "4", "--bytes", "64K", "--json"))["algorithms"]
+    assert [row["name"] for row in found if row.get("is_default")] == ["1px4p"]
+    assert [row["name"] for row in found if row.get("is_quickest")] == ["1px4p"]
+    seconds = [row["seconds"] for row in found if "seconds" in row]
+    assert seconds == sorted(seconds)
+    assert found[-1]["name"] == "1px4r"
+    assert "--order any" in found[-1]["excluded"]
+
+
+def test_one_host_has_nothing_to_choose() -> None:
+    assert "algorithms across hosts need several hosts" in refused("plan", "--hosts", "1x4", "--explain")
