@@ -206,14 +206,15 @@ def table(rows: Sequence[Sequence[str]], left: Container[int]) -> list[str]:
 def _link_lines(prediction: Prediction) -> list[str]:
     """For each interface that carries anything, what the busiest host sends and receives through it."""
     links, _ = prediction.plan.traffic()
-    kind, both = ("interface", "") if prediction.host_links == "switch" else ("cables", "together ")
+    by_switch = prediction.host_links == "switch"
+    kind, both = ("interface", "") if by_switch else ("cable", ", to both neighbours together,")
     lines = []
     for number, interface in enumerate(prediction.interfaces):
         sent = max((link.sent for link in links if link.interface == number), default=0)
         received = max((link.received for link in links if link.interface == number), default=0)
         if sent or received:
             lines.append(
-                f"{kind} {number} ({rate_text(interface.bytes_per_second)}) of a host {both}sends up to "
+                f"{kind} {number} ({rate_text(interface.bytes_per_second)}) of a host{both} sends up to "
                 f"{size_text(sent)} and receives up to {size_text(received)}"
             )
     return lines
