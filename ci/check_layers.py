@@ -1,8 +1,8 @@
 """Checks that includes and imports go only in the directions of the design, that the map in CONTRIBUTING.md
 names the folders that there are, and that no function of the package has more than 8 parameters.
 
-    base <- topology            base <- transport
-    topology, transport.h <- collective <- engine <- capi, binding
+    base <- topology            base <- transport            base <- device
+    topology, transport.h, device <- collective <- engine <- capi, binding
     binding <- Python face <- adapters <- integrations <- models <- benchmarks <- models/regress
 
 Run by hand: python ci/check_layers.py. Exit code 1 and one line for each finding if something is wrong.
@@ -24,22 +24,25 @@ ROOT = Path(__file__).resolve().parent.parent
 # For each folder of core/, the include paths that its files may use (prefixes).
 INCLUDES = {
     "base": ("base/",),
+    "device": ("base/", "device/"),
     "topology": ("base/", "topology/"),
     "transport": ("base/", "transport/"),
     "collective": (
         "base/",
+        "device/",
         "topology/",
         "transport/transport.h",
         "transport/hierarchy.h",
         "transport/cluster/mirror_routes.h",  # what an exchange sends, for its predicted cost
         "collective/",
     ),
-    "engine": ("base/", "topology/", "transport/transport.h", "collective/", "engine/"),
+    "engine": ("base/", "device/", "topology/", "transport/transport.h", "collective/", "engine/"),
     # These two choose the transport, so they see all of them.
-    "capi": ("base/", "topology/", "transport/", "collective/", "engine/", "capi/", "multiring.h"),
+    "capi": ("base/", "device/", "topology/", "transport/", "collective/", "engine/", "capi/", "multiring.h"),
     # capi/queue.h: Python hands named queues on to native code.
     "binding": (
         "base/",
+        "device/",
         "topology/",
         "transport/",
         "collective/",

@@ -10,7 +10,7 @@
 #include "base/arithmetic/kernels/copy.h"
 #include "base/cpu.h"
 #include "base/hash/checksum.h"
-#include "binding/arrays/dlpack.h"
+#include "binding/arrays/devices.h"
 #include "binding/arrays/result.h"
 #include "binding/gil.h"
 #include "collective/kinds.h"
@@ -33,7 +33,7 @@ void PyOperation::set_input(py::handle array) {
   if (!view.contiguous()) throw_usage(kContiguousOnly);
   Descriptor& descriptor = operation.descriptor;
   view.describe_in(descriptor);
-  operation.input = view.data();
+  binding::set_input(operation, view.memory());
   views->push_back(std::move(view));
 }
 
@@ -51,8 +51,7 @@ void PyOperation::set_output(py::handle array) {
   if (traits_of(descriptor).output == OpTraits::Output::kSame && view.bytes() != descriptor.bytes)
     throw_usage("out has " + std::to_string(view.count()) + " elements, the input " +
                 std::to_string(descriptor.key.count));
-  operation.output = view.data();
-  operation.output_bytes = view.bytes();
+  binding::set_output(operation, view.memory());
   views->push_back(std::move(view));
 }
 
@@ -81,9 +80,8 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
     throw_usage("out has " + std::to_string(out.count()) + " elements, the input " +
                 std::to_string(in.count()));
   if (!in_place) require_apart(in, out);
-  prepared.operation.input = in.data();
-  prepared.operation.output = in_place ? in.data() : out.data();
-  prepared.operation.output_bytes = in.bytes();
+  set_input(prepared.operation, in.memory());
+  set_output(prepared.operation, in_place ? in.memory() : out.memory());
   prepared.views->push_back(std::move(in));
   if (!in_place) prepared.views->push_back(std::move(out));
   return true;
@@ -139,6 +137,7 @@ class ArrayReduction {
   std::byte* add(const py::object& array, bool writable) {
     const ArrayView& view = views_.emplace_back(array, writable);
     if (!view.contiguous()) throw_usage(kContiguousOnly);
+    if (view.memory().on_device()) throw_usage("the array lies in device memory; copy it to the host first");
     if (view.dtype() != views_[0].dtype() || view.count() != views_[0].count())
       throw_usage("the arrays differ in dtype or number of elements");
     return view.data();

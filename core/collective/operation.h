@@ -1,12 +1,16 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "collective/descriptor.h"
+#include "device/staging.h"
 #include "transport/transport.h"
 
 namespace multiring {
@@ -14,21 +18,46 @@ namespace multiring {
 /// Memory for a result whose size is known only after the ranks have compared descriptors.
 class ResultBuffer {
  public:
+  using Allocate = std::function<std::shared_ptr<std::byte>(std::size_t bytes)>;
+
+  /// Where memory comes from; plain host memory if this is not called.
+  void allocate_by(Allocate allocate) { allocate_ = std::move(allocate); }
   void allocate(std::size_t bytes) {
-    bytes_ = bytes;
-    data_.reset(
-        static_cast<std::byte*>(std::aligned_alloc(64, (std::max<std::size_t>(bytes, 1) + 63) / 64 * 64)));
-    if (data_ == nullptr) throw std::bad_alloc();
+    buffer_.bytes = bytes;
+    memory_ = allocate_ ? allocate_(bytes) : host_memory(bytes);
+    buffer_.address = memory_.get();
   }
-  std::byte* data() const { return data_.get(); }
-  std::size_t bytes() const { return bytes_; }
+  /// The result lies elsewhere from now on.
+  void replace(std::shared_ptr<std::byte> memory, const Buffer& buffer) {
+    memory_ = std::move(memory);
+    buffer_ = buffer;
+  }
+  std::byte* data() const { return buffer_.address; }
+  std::size_t bytes() const { return buffer_.bytes; }
+  const Buffer& buffer() const { return buffer_; }
 
  private:
-  struct Free {
-    void operator()(std::byte* data) const { std::free(data); }
-  };
-  std::unique_ptr<std::byte, Free> data_;
-  std::size_t bytes_ = 0;
+  static std::shared_ptr<std::byte> host_memory(std::size_t bytes) {
+    constexpr std::size_t kLine = 64;
+    auto* const made = static_cast<std::byte*>(
+        std::aligned_alloc(kLine, (std::max<std::size_t>(bytes, 1) + kLine - 1) / kLine * kLine));
+    if (made == nullptr) throw std::bad_alloc();
+    return {made, [](std::byte* memory) { std::free(memory); }};
+  }
+
+  Allocate allocate_;
+  std::shared_ptr<std::byte> memory_;
+  Buffer buffer_;
+};
+
+/// The arrays of an operation that lie on devices: there is one at least. The operation itself runs on host
+/// memory in their place (engine/device_arrays.h).
+struct DeviceArrays {
+  std::shared_ptr<Devices> devices;
+  Buffer input;  ///< host memory, as is `output`, where it is not on a device
+  Buffer output;
+  std::vector<Buffer> pieces;        ///< as many as Operation::pieces, or none
+  std::unique_ptr<Staging> staging;  ///< from when the operation is given to a communicator until it is done
 };
 
 /// Whole elements of an array that is not contiguous.
@@ -55,7 +84,8 @@ struct Operation {
   // Kept so that the memory stays mapped while peers use it.
   std::shared_ptr<SymmetricRegion> input_region;
   std::shared_ptr<SymmetricRegion> output_region;
-  bool is_widened = false;  ///< sums are int64 for another dtype (sums/integer_average.h)
+  std::unique_ptr<DeviceArrays> on_devices;  ///< null: all arrays lie in host memory
+  bool is_widened = false;                   ///< sums are int64 for another dtype (sums/integer_average.h)
 
   /// Dtype of what is added or moved.
   DType dtype() const { return is_widened ? DType::kInt64 : descriptor.dtype; }

@@ -6,6 +6,7 @@
 #include "base/text.h"
 #include "collective/kinds.h"
 #include "engine/communicator_list.h"
+#include "engine/device_arrays.h"
 #include "engine/operation_lock.h"
 #include "engine/validate.h"
 #include "topology/dimensions.h"
@@ -99,6 +100,7 @@ void Communicator::run(Operation& operation, const CallOptions& options) {
   throw_if_abandoned();
   complete(operation);
   validate(operation, rank(), size(), name());
+  take_from_devices(operation);
   const OperationLock operation_lock(*this, operation, options);
   execute(operation, operation_lock.options());
 }
@@ -168,12 +170,55 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
   }
 }
 
-// Every collective passes here, on any thread: tracing belongs here.
+// Before an operation waits for others: what the program does with its arrays from here on may not count.
+void Communicator::take_from_devices(Operation& operation) {
+  if (operation.on_devices == nullptr) return;
+  try {
+    copy_from_devices(operation, rank());
+  } catch (const DeviceError& error) {
+    try {
+      exchange_.throw_within({operation.descriptor, {}}, error, "");
+    } catch (const Error& named) {
+      if (named.kind() == ErrorKind::kUsage) throw;
+      fail_and_raise(operation.descriptor);
+    }
+  }
+}
+
+/// Runs `body` when the operations' arrays are in host memory, and brings the results to where they belong.
+template <class Body>
+void Communicator::run_on_host(const OperationCall& call, std::span<Operation* const> operations,
+                               const Body& body) {
+  const auto is_on_host = [](const Operation* operation) { return operation->on_devices == nullptr; };
+  if (std::ranges::all_of(operations, is_on_host)) return body();
+  try {
+    const auto check = [&] { exchange_.throw_if_aborted(call); };
+    for (Operation* operation : operations) await_copies(*operation, call.waiting, check);
+  } catch (const DeviceError& error) {
+    exchange_.throw_within(call, error, "");
+  }
+  body();
+  try {
+    for (Operation* operation : operations) copy_to_devices(*operation, rank());
+  } catch (const DeviceError& error) {
+    exchange_.throw_within(call, error, "");
+  }
+}
+
 void Communicator::dispatch(const OperationCall& call, Operation& operation) {
-  const OpTraits& traits = traits_of(operation.descriptor);
-  if (traits.run == nullptr)
-    throw Error(ErrorKind::kInternal, "no collective: " + describe(operation.descriptor));
-  traits.run(exchange_, call, operation);
+  Operation* const operations[] = {&operation};
+  dispatch(call, operations);
+}
+
+// Every collective passes here, on any thread: tracing belongs here.
+void Communicator::dispatch(const OperationCall& call, std::span<Operation* const> operations) {
+  run_on_host(call, operations, [&] {
+    if (operations.size() > 1) return fused_allreduce(exchange_, call, operations);
+    const OpTraits& traits = traits_of(operations[0]->descriptor);
+    if (traits.run == nullptr)
+      throw Error(ErrorKind::kInternal, "no collective: " + describe(operations[0]->descriptor));
+    traits.run(exchange_, call, *operations[0]);
+  });
 }
 
 OperationCall Communicator::make_call(const Descriptor& descriptor, const CallOptions& options,
@@ -214,10 +259,11 @@ void Communicator::complete(Operation& operation) const {
     symmetric_.locate_buffers(operation, transport_->shares_memory());
 }
 
-void Communicator::prepare(Operation& operation) const {
+void Communicator::prepare(Operation& operation) {
   throw_if_abandoned();
   complete(operation);
   validate(operation, rank(), size(), name());
+  take_from_devices(operation);
   operation.descriptor.asynchronous = true;
 }
 
@@ -263,6 +309,7 @@ void Communicator::run_point_to_point(Operation& operation, const CallOptions& o
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
   }
+  take_from_devices(operation);
   std::function<void(double)> stalled;
   OperationCall call = make_call(operation.descriptor, options, stalled);
   if (options.timeout > options_.timeout) call.waiting.stalled = nullptr;  // who says so expects to wait
@@ -278,7 +325,8 @@ void Communicator::run_point_to_point(Operation& operation, const CallOptions& o
   };
   try {
     exchange_.throw_if_aborted(call);
-    body(call);
+    Operation* const operations[] = {&operation};
+    run_on_host(call, operations, [&] { body(call); });
   } catch (...) {
     fail_and_raise(operation.descriptor);
   }

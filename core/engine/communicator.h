@@ -102,7 +102,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Queues a collective. `keep_alive` is held until the work is destroyed.
   std::shared_ptr<Work> submit(Operation operation, int priority, std::shared_ptr<void> keep_alive);
   /// Checks and completes an operation to be queued; raises what is wrong with it.
-  void prepare(Operation& operation) const;
+  void prepare(Operation& operation);
   /// Queues work of prepared operations, all or (where it raises) none.
   void enqueue(std::span<const QueuedWork> queued);
   void send(Operation& operation, std::int64_t tag, const CallOptions& call);
@@ -155,6 +155,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   class OperationLock;
 
   void complete(Operation& operation) const;
+  void take_from_devices(Operation& operation);
   CallOptions lock_operations(const Operation& operation, const CallOptions& options);
   [[noreturn]] void throw_lock_timeout(const Operation& operation, const Work* before,
                                        const Deadline& deadline) const;
@@ -162,6 +163,9 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
                           std::function<void(double)>& stalled);
   void execute(Operation& operation, const CallOptions& options);
   void dispatch(const OperationCall& call, Operation& operation);
+  void dispatch(const OperationCall& call, std::span<Operation* const> operations);
+  template <class Body>
+  void run_on_host(const OperationCall& call, std::span<Operation* const> operations, const Body& body);
   void start_progress();
   void progress();
   using Adjust = std::function<void(CommunicatorOptions&)>;

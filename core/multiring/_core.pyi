@@ -78,6 +78,11 @@ class Result:
     @property
     def dtype(self) -> str: ...
     @property
+    def on_device(self) -> bool:
+        """
+        Whether the memory is that of a device.
+        """
+    @property
     def received(self) -> list[int]:
         """
         Rows that came from each rank.

@@ -100,7 +100,14 @@ def contiguous(x: Array) -> Array:
             return x if x.is_contiguous() else x.contiguous()
         except RuntimeError:  # a sparse tensor: the native core says what is wrong with it
             return x
+    if _is_on_device(x) and not x.flags.c_contiguous:  # named as in NumPy, where there is such a function
+        make = _maker(x, "ascontiguousarray")
+        return x if make is None else make(x)
     return x
+
+
+def _is_on_device(x: Array) -> bool:
+    return hasattr(type(x), "__cuda_array_interface__") and hasattr(x, "flags")
 
 
 def target_for(out: Array) -> Array:
@@ -128,6 +135,8 @@ def empty_like(x: Array) -> Array:
     make = _maker(x, "empty_like")
     if make is not None:
         return make(x)
+    if hasattr(x, "__cuda_array_interface__"):
+        raise UsageError(f"there is no function that makes a new {type(x).__name__}; pass out=")
     # NumPy would take bytes for a text.
     return np.empty_like(np.asarray(memoryview(x) if isinstance(x, _BYTES) else x))
 
@@ -175,6 +184,8 @@ def like(x: Array, result: _core.Result) -> Array:
         take = _maker(x, "from_dlpack")
         if take is not None:
             return take(result)
+        if result.on_device:  # what takes DLPack takes it
+            return result
     array = result.numpy()
     # Where an extension dtype such as bfloat16 came in, NumPy itself has no name for it.
     dtype = getattr(x, "dtype", None)

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "binding/arrays/devices.h"
 #include "binding/arrays/dlpack.h"
 #include "collective/kinds.h"
 
@@ -73,9 +74,28 @@ std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
               "byte order. Convert it first.");
 }
 
-[[noreturn]] void throw_device(py::handle object) {
+[[noreturn]] void throw_device(py::handle object, const std::string& why) {
   throw_usage("an array of type " + type_name(object) +
-              " lies in device memory, which this version does not read; copy it to the host first");
+              " lies in device memory, which cannot be read: " + why + "; copy it to the host first");
+}
+
+/// Of a "typestr" of the array interfaces: byte order, kind, bytes.
+std::optional<DType> typestr_dtype(const std::string& text) {
+  if (text.size() != 3 || (text[0] != '<' && text[0] != '|') || text[2] < '1' || text[2] > '8')
+    return std::nullopt;
+  const auto bytes = static_cast<std::size_t>(text[2] - '0');
+  switch (text[1]) {
+    case 'b':
+      return bytes == 1 ? std::optional(DType::kBool) : std::nullopt;
+    case 'i':
+      return integer_dtype(true, bytes);
+    case 'u':
+      return integer_dtype(false, bytes);
+    case 'f':
+      return floating_dtype(bytes);
+    default:
+      return std::nullopt;
+  }
 }
 
 bool is_named_bfloat16(py::handle object) {
@@ -91,9 +111,9 @@ ArrayView::ArrayView(py::handle object, bool writable) {
   if (PyObject_CheckBuffer(object.ptr()) != 0)
     take_buffer(object, writable);
   else if (py::hasattr(object, "__dlpack__"))
-    take_dlpack(object);
+    take_dlpack(object, writable);
   else if (py::hasattr(object, "__cuda_array_interface__"))
-    throw_device(object);
+    take_from_device(object, writable, {.kind = MemoryKind::kDevice, .device = 0});
   else
     throw_usage("expected an array (NumPy, or anything with the buffer protocol or DLPack), got " +
                 type_name(object));
@@ -108,7 +128,7 @@ ArrayView& ArrayView::operator=(ArrayView&& other) noexcept {
   release();
   buffer_ = std::exchange(other.buffer_, Py_buffer{});
   owner_ = std::move(other.owner_);
-  data_ = other.data_;
+  memory_ = other.memory_;
   dtype_ = other.dtype_;
   dims_ = other.dims_;
   shape_ = other.shape_;
@@ -128,6 +148,8 @@ void ArrayView::take_buffer(py::handle object, bool writable) {
     buffer_ = Py_buffer{};
     PyErr_Clear();
     if (is_named_bfloat16(object)) return take_array_interface(object, writable);
+    // There are libraries whose arrays have the buffer protocol for memory that the host can read as well.
+    if (py::hasattr(object, "__cuda_array_interface__")) return take_dlpack(object, writable);
     if (writable) throw_usage("cannot write to an array of type " + type_name(object) + ": is it read-only?");
     throw_dtype(object);
   }
@@ -139,35 +161,95 @@ void ArrayView::take_buffer(py::handle object, bool writable) {
     throw_dtype(object);
   }
   dtype_ = *dtype;
-  data_ = static_cast<std::byte*>(buffer_.buf);
+  memory_.address = static_cast<std::byte*>(buffer_.buf);
   static_assert(sizeof(Py_ssize_t) == sizeof(std::int64_t));
   set_layout(buffer_.ndim, reinterpret_cast<const std::int64_t*>(buffer_.shape),
              reinterpret_cast<const std::int64_t*>(buffer_.strides));
 }
 
-void ArrayView::take_dlpack(py::handle object) {
-  bool on_host = false;
+void ArrayView::take_dlpack(py::handle object, bool writable) {
+  std::int32_t type = 0;
+  Buffer where{.kind = MemoryKind::kDevice};
   try {
-    on_host = object.attr("__dlpack_device__")().cast<py::tuple>()[0].cast<std::int32_t>() == dlpack::kCpu;
-    if (on_host) owner_ = object.attr("__dlpack__")();
+    const auto device = object.attr("__dlpack_device__")().cast<py::tuple>();
+    type = device[0].cast<std::int32_t>();
+    where.device = device[1].cast<int>();
+    if (type == dlpack::kCpu || type == dlpack::kCudaHost) owner_ = object.attr("__dlpack__")();
   } catch (py::error_already_set& error) {
     throw_usage("cannot take an array of type " + type_name(object) + ": " +
                 std::string(py::str(error.value())) +
                 ". A tensor that requires a gradient is passed as tensor.detach().");
   }
-  if (!on_host) throw_device(object);
+  if (owner_) {
+    memory_.kind = type == dlpack::kCpu ? MemoryKind::kHost : MemoryKind::kPinnedHost;
+    return take_capsule(object);
+  }
+  if (type != dlpack::kCuda && type != dlpack::kCudaManaged)
+    throw_device(object, "its DLPack device type is " + std::to_string(type) + ", and " +
+                             std::to_string(dlpack::kCuda) + " (CUDA) is the only one known");
+  if (type == dlpack::kCudaManaged) where.kind = MemoryKind::kManaged;
+  take_from_device(object, writable, where);
+}
+
+void ArrayView::take_capsule(py::handle object) {
   auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(owner_.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
   const dlpack::Tensor& tensor = managed->tensor;
   const auto dtype = dlpack_dtype(tensor.dtype);
   if (!dtype) throw_dtype(object);
   dtype_ = *dtype;
-  data_ = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  memory_.address = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   if (tensor.strides == nullptr) return set_layout(tensor.dims, tensor.shape, nullptr);
   std::vector<std::int64_t> strides;
   for (int dim = 0; dim < tensor.dims; ++dim)
     strides.push_back(tensor.strides[dim] * static_cast<std::int64_t>(dtype_size(dtype_)));
   set_layout(tensor.dims, tensor.shape, strides.data());
+}
+
+// The CUDA array interface names the stream that the array's library works on; by DLPack the library lets a
+// stream that it is told, here the default one, wait for its own.
+void ArrayView::take_from_device(py::handle object, bool writable, const Buffer& where) {
+  std::string why;
+  const std::shared_ptr<Devices> devices = find_devices(&why);
+  if (devices == nullptr) throw_device(object, why);
+  memory_ = where;
+  if (take_cuda_interface(object, writable, *devices)) return;
+  if (!py::hasattr(object, "__dlpack__")) throw_dtype(object);
+  try {
+    owner_ = object.attr("__dlpack__")(py::arg("stream") = Buffer::kDefaultStream);
+  } catch (py::error_already_set& error) {
+    throw_usage("cannot take an array of type " + type_name(object) + ": " +
+                std::string(py::str(error.value())));
+  }
+  take_capsule(object);
+}
+
+/// False: there is no such interface, or it leaves something out that DLPack may know.
+bool ArrayView::take_cuda_interface(py::handle object, bool writable, const Devices& devices) {
+  const py::object attribute = py::getattr(object, "__cuda_array_interface__", py::none());
+  if (attribute.is_none()) return false;
+  const auto interface = attribute.cast<py::dict>();
+  const auto dtype = typestr_dtype(interface["typestr"].cast<std::string>());
+  const bool has_dlpack = py::hasattr(object, "__dlpack__");
+  if (!dtype || (has_dlpack && !interface.contains("stream"))) return false;
+  const auto data = interface["data"].cast<py::tuple>();
+  if (writable && data[1].cast<bool>()) throw_usage("cannot write to a read-only array");
+  const auto shape = interface["shape"].cast<std::vector<std::int64_t>>();
+  memory_.address = reinterpret_cast<std::byte*>(data[0].cast<std::uintptr_t>());
+  if (interface.contains("stream") && !interface["stream"].is_none())
+    memory_.stream = interface["stream"].cast<std::uintptr_t>();
+  dtype_ = *dtype;
+  owner_ = py::reinterpret_borrow<py::object>(object);
+  const bool has_strides = interface.contains("strides") && !interface["strides"].is_none();
+  std::vector<std::int64_t> strides;
+  if (has_strides) strides = interface["strides"].cast<std::vector<std::int64_t>>();
+  set_layout(static_cast<int>(shape.size()), shape.data(), has_strides ? strides.data() : nullptr);
+  if (count_ == 0) return true;
+  devices.locate(memory_);
+  // Memory that the host could read itself, but for what the stream still does to it.
+  if (!memory_.on_device()) memory_.kind = MemoryKind::kManaged;
+  if (memory_.device < 0) memory_.device = 0;
+  return true;
 }
 
 void ArrayView::take_array_interface(py::handle object, bool writable) {
@@ -176,7 +258,7 @@ void ArrayView::take_array_interface(py::handle object, bool writable) {
   if (writable && data[1].cast<bool>()) throw_usage("cannot write to a read-only array");
   owner_ = py::reinterpret_borrow<py::object>(object);
   dtype_ = DType::kBFloat16;
-  data_ = reinterpret_cast<std::byte*>(data[0].cast<std::uintptr_t>());
+  memory_.address = reinterpret_cast<std::byte*>(data[0].cast<std::uintptr_t>());
   const auto shape = interface["shape"].cast<std::vector<std::int64_t>>();
   const auto strides = object.attr("strides").cast<std::vector<std::int64_t>>();
   set_layout(static_cast<int>(shape.size()), shape.data(), strides.data());
@@ -198,13 +280,14 @@ void ArrayView::set_layout(int dims, const std::int64_t* shape, const std::int64
   if (dims > Descriptor::kMaxDims)
     throw_usage("arrays of more than " + std::to_string(Descriptor::kMaxDims) +
                 " dimensions are not supported; reshape it");
-  if (data_ == nullptr) data_ = empty_address();
+  if (memory_.address == nullptr) memory_.address = empty_address();
   dims_ = dims;
   count_ = 1;
   for (int dim = 0; dim < dims; ++dim) {
     shape_[static_cast<std::size_t>(dim)] = static_cast<std::uint64_t>(shape[dim]);
     count_ *= static_cast<std::uint64_t>(shape[dim]);
   }
+  memory_.bytes = bytes();
   if (byte_strides == nullptr || count_ <= 1) return;
   auto expected = static_cast<std::int64_t>(dtype_size(dtype_));
   for (int dim = dims - 1; dim >= 0; --dim) {

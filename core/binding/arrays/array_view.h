@@ -10,26 +10,27 @@
 
 #include "base/arithmetic/dtype.h"
 #include "collective/operation.h"
+#include "device/devices.h"
 
 namespace multiring::binding {
 
 namespace py = pybind11;
 
-/// Where an array's memory is. Only host memory is read today; the rest is named in the error.
-enum class MemoryKind : std::uint8_t { kHost, kDevice };
-
-/// The memory of a Python array, by buffer protocol or DLPack without a copy, held until destroyed.
-/// Create and destroy with the GIL held.
+/// The memory of a Python array, by buffer protocol, DLPack or the CUDA array interface without a copy, held
+/// until destroyed. Create and destroy with the GIL held.
 class ArrayView {
  public:
   ArrayView() = default;
-  /// Raises a usage error that names the object's type if it is no array of a known dtype in host memory.
+  /// Raises a usage error that names the object's type if it is no array of a known dtype, or lies where
+  /// nothing here can reach it.
   ArrayView(py::handle object, bool writable);
   ~ArrayView();
   ArrayView(ArrayView&& other) noexcept;
   ArrayView& operator=(ArrayView&& other) noexcept;
 
-  std::byte* data() const { return data_; }
+  /// Where the elements are.
+  const Buffer& memory() const { return memory_; }
+  std::byte* data() const { return memory_.address; }
   DType dtype() const { return dtype_; }
   int dims() const { return dims_; }
   std::uint64_t extent(int dim) const { return shape_[static_cast<std::size_t>(dim)]; }
@@ -42,7 +43,10 @@ class ArrayView {
 
  private:
   void take_buffer(py::handle object, bool writable);
-  void take_dlpack(py::handle object);
+  void take_dlpack(py::handle object, bool writable);
+  void take_capsule(py::handle object);
+  void take_from_device(py::handle object, bool writable, const Buffer& where);
+  bool take_cuda_interface(py::handle object, bool writable, const Devices& devices);
   void take_array_interface(py::handle object, bool writable);
   void set_layout(int dims, const std::int64_t* shape, const std::int64_t* byte_strides);
   void release();
@@ -50,7 +54,7 @@ class ArrayView {
 
   Py_buffer buffer_{};  // held if buffer_.obj is set
   py::object owner_;    // DLPack capsule or array, held otherwise
-  std::byte* data_ = nullptr;
+  Buffer memory_;
   DType dtype_ = DType::kUInt8;
   int dims_ = 0;
   std::array<std::uint64_t, Descriptor::kMaxDims> shape_{};

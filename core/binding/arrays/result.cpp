@@ -5,7 +5,7 @@
 #include <numeric>
 #include <string_view>
 
-#include "binding/arrays/dlpack.h"
+#include "binding/arrays/array_view.h"
 #include "collective/kinds.h"
 
 namespace py = pybind11;
@@ -55,11 +55,19 @@ Result::Result(Operation& operation)
   shape_[0] = std::accumulate(received_.begin(), received_.end(), std::uint64_t{0});
 }
 
+bool Result::on_device() const { return buffer_->buffer().on_device(); }
+
 py::array Result::numpy() const {
+  if (on_device()) throw_usage("the result lies in device memory; take it by DLPack");
   auto* held = new std::shared_ptr<ResultBuffer>(buffer_);
   const py::capsule owner(held,
                           [](void* pointer) { delete static_cast<std::shared_ptr<ResultBuffer>*>(pointer); });
   return py::array(numpy_dtype(dtype_), shape_, buffer_->data(), owner);
+}
+
+dlpack::Device Result::dlpack_device() const {
+  if (on_device()) return {dlpack::kCuda, buffer_->buffer().device};
+  return {dlpack::kCpu, 0};
 }
 
 py::object Result::dlpack() const {
@@ -68,7 +76,7 @@ py::object Result::dlpack() const {
   exported->managed.deleter = delete_exported;
   dlpack::Tensor& tensor = exported->managed.tensor;
   tensor = {buffer_->data(),
-            {dlpack::kCpu, 0},
+            dlpack_device(),
             static_cast<std::int32_t>(shape_.size()),
             dlpack_type(dtype_),
             exported->shape.data(),
@@ -82,16 +90,20 @@ void bind_result(py::module_& module) {
       .def_property_readonly("received", &Result::received, "Rows that came from each rank.")
       .def_property_readonly("shape", &Result::shape)
       .def_property_readonly("dtype", &Result::dtype)
+      .def_property_readonly("on_device", &Result::on_device, "Whether the memory is that of a device.")
       .def("numpy", &Result::numpy, "A NumPy array over the memory; bfloat16 as uint16.")
       .def(
           "__dlpack__",
-          // What a consumer asks for changes nothing: the memory is on the host, new and not shared.
+          // What a consumer asks for changes nothing: the memory is complete, new and not shared.
           [](const Result& self, const py::object&, const py::object&, const py::object&, const py::object&) {
             return self.dlpack();
           },
           py::kw_only(), py::arg("stream") = py::none(), py::arg("max_version") = py::none(),
           py::arg("dl_device") = py::none(), py::arg("copy") = py::none())
-      .def("__dlpack_device__", [](const Result&) { return py::make_tuple(dlpack::kCpu, 0); });
+      .def("__dlpack_device__", [](const Result& self) {
+        const dlpack::Device device = self.dlpack_device();
+        return py::make_tuple(device.type, device.id);
+      });
 }
 
 }  // namespace multiring::binding

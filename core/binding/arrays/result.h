@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "binding/arrays/dlpack.h"
 #include "collective/operation.h"
 
 namespace multiring::binding {
@@ -19,7 +20,9 @@ class Result {
   const std::vector<std::uint64_t>& received() const { return received_; }
   std::vector<std::uint64_t> shape() const { return shape_; }
   const char* dtype() const { return dtype_name(dtype_); }
-  /// A NumPy array over the memory; bfloat16 as uint16.
+  bool on_device() const;
+  dlpack::Device dlpack_device() const;
+  /// A NumPy array over the memory, which is that of the host; bfloat16 as uint16.
   pybind11::array numpy() const;
   /// A DLPack capsule over the memory, of its true dtype.
   pybind11::object dlpack() const;

@@ -24,9 +24,9 @@ def test_kind(comm: Communicator, name: str) -> None:
     dtypes = kind.dtypes if name in ("numpy", "torch") else {kind.dtypes[0], kind.dtypes[-1]}
     for number, dtype in enumerate(sorted(dtypes)):
         for collective, asynchronous in itertools.product(COLLECTIVES.values(), (False, True)):
-            _check(comm, kind, collective, dtype, asynchronous)
+            check_collective(comm, kind, collective, dtype, asynchronous)
         if comm.size > 1:
-            _check_sent(comm, kind, number, dtype)
+            check_sent(comm, kind, number, dtype)
 
 
 @on_ranks(1)
@@ -34,7 +34,7 @@ def test_kind_alone(comm: Communicator) -> None:
     test_kind(comm, "numpy F order")
 
 
-def _check(
+def check_collective(
     comm: Communicator, kind: ArrayKind, collective: Collective, dtype: str, asynchronous: bool
 ) -> None:
     rows = [7 if collective.rows is None else collective.rows(rank) for rank in range(comm.size)]
@@ -60,7 +60,7 @@ def _check(
         assert_same_bits(x, wanted)
 
 
-def _check_sent(comm: Communicator, kind: ArrayKind, number: int, dtype: str) -> None:
+def check_sent(comm: Communicator, kind: ArrayKind, number: int, dtype: str) -> None:
     bits = random_bits(number, (5,) if kind.flat else (5, 2), dtype)
     if comm.rank == 0:
         for _ in range(2):
@@ -109,6 +109,11 @@ class OnDevice:
         raise AssertionError("not to be called")
 
 
+class OnAnotherDevice(OnDevice):
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 8, 0
+
+
 class OnDeviceByInterface:
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (0, False), "version": 3}
 
@@ -126,8 +131,9 @@ REFUSED: list[tuple[Any, str]] = [
     (object(), "expected an array .* got object"),
     (None, "got NoneType|has to give an array"),
     (np.ones((1,) * 9), "more than 8 dimensions"),
-    (OnDevice(), "OnDevice lies in device memory.*copy it to the host"),
-    (OnDeviceByInterface(), "lies in device memory"),
+    (OnDevice(), "OnDevice lies in device memory.*libcuda.*copy it to the host"),
+    (OnDeviceByInterface(), "lies in device memory.*libcuda|pass out="),
+    (OnAnotherDevice(), "OnAnotherDevice lies in device memory.*DLPack device type is 8"),
 ]
 
 

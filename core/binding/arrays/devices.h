@@ -1,0 +1,19 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "collective/operation.h"
+#include "device/devices.h"
+
+namespace multiring::binding {
+
+/// The devices of this process, for arrays from Python; null, with the reason in `why`, if there is no driver
+/// that can be used. Made at the first call, and never freed: arrays may be freed when the driver has ended.
+std::shared_ptr<Devices> find_devices(std::string* why);
+
+/// Sets the input, or the output, of an operation to the memory of an array, on a device or not.
+void set_input(Operation& operation, const Buffer& memory);
+void set_output(Operation& operation, const Buffer& memory);
+
+}  // namespace multiring::binding

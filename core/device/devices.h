@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/export.h"
+#include "base/immovable.h"
+#include "device/buffer.h"
+#include "device/driver.h"
+
+namespace multiring {
+
+/// The devices of a process: for each that has arrays its context, two streams for copies, and events; and
+/// pinned host memory, which all share. Thread-safe.
+///
+/// What is pinned stays pinned, up to `kMaxIdleBytes` that no operation uses: to pin memory takes the driver
+/// longer than to copy it. Nothing is given back at the end: the driver ends with the process, perhaps
+/// before.
+class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immovable {
+ public:
+  static constexpr std::size_t kMaxIdleBytes = std::size_t{1} << 30;
+
+  explicit Devices(const cuda::Driver& driver) : driver_(driver) {}
+
+  const cuda::Driver& driver() const { return driver_; }
+  /// Kind and device of memory of which only the address is known; the rest of `buffer` stays.
+  void locate(Buffer& buffer) const;
+
+  /// Host memory that devices copy to and from; goes back when the last reference is gone.
+  std::shared_ptr<std::byte> pinned(int device, std::size_t bytes);
+  /// Keeps memory, and the event, until the event of `device` is complete: a copy may still be under way.
+  void keep_until(int device, cuda::Event event, std::vector<std::shared_ptr<std::byte>> memory);
+  /// Memory of a device; freed, once the device is idle, when the last reference is gone.
+  std::shared_ptr<std::byte> device_memory(int device, std::size_t bytes);
+
+  /// Makes a device's context the calling thread's while it lives.
+  class Current : Immovable {
+   public:
+    Current(Devices& devices, int device);
+    ~Current();
+
+   private:
+    const cuda::Driver& driver_;
+  };
+
+  /// Copies to the host and to the device have a stream each, so that they do not wait for one another.
+  cuda::Stream down(int device) { return get(device).down; }
+  cuda::Stream up(int device) { return get(device).up; }
+
+  /// An event, which goes back when it is released. Its device's context has to be current.
+  cuda::Event take_event(int device);
+  void release_event(int device, cuda::Event event);
+
+ private:
+  struct Device {
+    cuda::Context context = nullptr;
+    cuda::Stream down = nullptr;
+    cuda::Stream up = nullptr;
+    std::vector<cuda::Event> events;  // not in use
+  };
+
+  struct Kept {
+    int device;
+    cuda::Event event;
+    std::vector<std::shared_ptr<std::byte>> memory;
+  };
+
+  Device& get(int device);
+  Device open(int device) const;
+  std::shared_ptr<std::byte> share(int device, std::byte* memory, std::size_t bytes);
+  void take_back(int device, std::byte* memory, std::size_t bytes);
+  void release_kept();
+
+  const cuda::Driver& driver_;
+  std::mutex mutex_;  // guards all below; no other lock is taken while it is held
+  std::map<int, Device> devices_;
+  std::multimap<std::size_t, std::byte*> idle_;  // pinned memory by its size
+  std::size_t idle_bytes_ = 0;
+  std::vector<Kept> kept_;
+};
+
+}  // namespace multiring

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "base/error.h"
+#include "base/export.h"
+
+namespace multiring {
+
+/// What goes wrong with a device, before it is known in which operation.
+class MULTIRING_API DeviceError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace multiring
+
+namespace multiring::cuda {
+
+// The part of the CUDA driver's C ABI that is needed here, declared anew: no header of CUDA is there when the
+// library is built.
+using Result = int;
+using Device = int;
+using Pointer = std::uintptr_t;  // CUdeviceptr
+using Context = struct CUctx_st*;
+using Stream = struct CUstream_st*;
+using Event = struct CUevent_st*;
+
+inline constexpr Result kSuccess = 0;
+inline constexpr Result kInvalidValue = 1;
+inline constexpr Result kOutOfMemory = 2;
+inline constexpr Result kNotReady = 600;
+inline constexpr Result kIllegalAddress = 700;
+
+inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kHostAllocPortable = 1;
+
+enum PointerAttribute : int { kMemoryType = 2, kIsManaged = 8, kDeviceOrdinal = 9 };
+enum MemoryType : unsigned { kHostMemory = 1, kDeviceMemory = 2 };
+
+/// "cuEventRecord on device 0", for `Driver::check`.
+inline std::string on(const char* function, int device) {
+  return std::string(function) + " on device " + std::to_string(device);
+}
+
+/// The functions that are used, by the names of their entries in the library.
+struct MULTIRING_API Driver {
+  Result (*init)(unsigned flags);
+  Result (*driver_version)(int* version);
+  Result (*error_name)(Result error, const char** name);
+  Result (*error_string)(Result error, const char** text);
+  Result (*device_get)(Device* device, int ordinal);
+  Result (*primary_context_retain)(Context* context, Device device);
+  Result (*context_push)(Context context);
+  Result (*context_pop)(Context* context);
+  Result (*pointer_attributes)(unsigned count, PointerAttribute* attributes, void** values, Pointer pointer);
+  Result (*stream_create)(Stream* stream, unsigned flags);
+  Result (*stream_wait_event)(Stream stream, Event event, unsigned flags);
+  Result (*stream_is_capturing)(Stream stream, int* status);
+  Result (*event_create)(Event* event, unsigned flags);
+  Result (*event_record)(Event event, Stream stream);
+  Result (*event_query)(Event event);
+  Result (*event_synchronize)(Event event);
+  Result (*host_alloc)(void** memory, std::size_t bytes, unsigned flags);
+  Result (*host_free)(void* memory);
+  Result (*memory_alloc)(Pointer* memory, std::size_t bytes);
+  Result (*memory_free)(Pointer memory);
+  Result (*copy_to_host)(void* to, Pointer from, std::size_t bytes, Stream stream);
+  Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
+
+  /// The driver of this machine, loaded and initialised at the first call; null, with the reason in `why`, if
+  /// there is none that can be used.
+  static const Driver* find(std::string* why);
+  /// Fills the table from a library (of this name if the process has it, else of the system's).
+  static bool load(const char* library, Driver* driver, std::string* why);
+
+  /// Raises a DeviceError unless `result` is kSuccess. `what`: "cuEventRecord on device 0".
+  void check(Result result, const std::string& what) const;
+  /// "CUDA_ERROR_OUT_OF_MEMORY (2: out of memory), driver 13.0"
+  std::string describe(Result error) const;
+};
+
+}  // namespace multiring::cuda

@@ -1,0 +1,123 @@
+#include "device/staging.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace multiring {
+namespace {
+
+cuda::Stream as_stream(std::uintptr_t stream) { return reinterpret_cast<cuda::Stream>(stream); }
+
+}  // namespace
+
+// Of an operation that did not run, or failed: copies may still be under way.
+Staging::~Staging() {
+  try {
+    start();
+    finish();
+  } catch (const DeviceError&) {  // a device that fails copies nothing
+  }
+  for (const Recorded& each : arrival_) devices_->keep_until(each.device, each.event, memory_);
+  for (const Recorded& each : before_) devices_->release_event(each.device, each.event);
+}
+
+Staging::Recorded Staging::record(int device, cuda::Stream stream) {
+  const Recorded recorded{device, stream, devices_->take_event(device)};
+  const cuda::Result result = devices_->driver().event_record(recorded.event, stream);
+  if (result != cuda::kSuccess) devices_->release_event(device, recorded.event);
+  devices_->driver().check(result, cuda::on("cuEventRecord", device));
+  return recorded;
+}
+
+// Events of a captured stream would make the streams of copies part of the graph.
+void Staging::order_after(const Buffer& array) {
+  const cuda::Stream stream = as_stream(array.stream);
+  const auto same = [&](const Recorded& each) {
+    return each.device == array.device && each.stream == stream;
+  };
+  if (std::ranges::any_of(before_, same)) return;
+  const Devices::Current current(*devices_, array.device);
+  int capturing = 0;
+  const cuda::Result result = devices_->driver().stream_is_capturing(stream, &capturing);
+  if (capturing != 0)
+    throw DeviceError(ErrorKind::kUsage,
+                      "the stream of the array on device " + std::to_string(array.device) +
+                          " is being captured into a graph, which an operation that needs the "
+                          "host cannot be part of; call it outside of the capture");
+  devices_->driver().check(result, cuda::on("cuStreamIsCapturing", array.device));
+  before_.push_back(record(array.device, stream));
+}
+
+std::byte* Staging::reserve(const Buffer& array) {
+  order_after(array);
+  return memory_.emplace_back(devices_->pinned(array.device, array.bytes)).get();
+}
+
+void Staging::copy_to_host(const Buffer& array, std::byte* to) {
+  order_after(array);
+  const Devices::Current current(*devices_, array.device);
+  const cuda::Driver& driver = devices_->driver();
+  const cuda::Stream down = devices_->down(array.device);
+  for (Recorded& before : before_) {
+    if (before.device != array.device || before.down_waits) continue;
+    driver.check(driver.stream_wait_event(down, before.event, 0),
+                 cuda::on("cuStreamWaitEvent", array.device));
+    before.down_waits = true;
+  }
+  if (std::ranges::find(down_, array.device) == down_.end()) down_.push_back(array.device);
+  if (array.bytes > 0)
+    driver.check(
+        driver.copy_to_host(to, reinterpret_cast<cuda::Pointer>(array.address), array.bytes, down),
+        cuda::on("cuMemcpyDtoHAsync", array.device) + " of " + std::to_string(array.bytes) + " bytes");
+}
+
+void Staging::start() {
+  while (!down_.empty()) {
+    const int device = down_.back();
+    const Devices::Current current(*devices_, device);
+    arrival_.push_back(record(device, devices_->down(device)));
+    down_.pop_back();
+  }
+}
+
+bool Staging::arrived() {
+  while (!arrival_.empty()) {
+    const Recorded& arrival = arrival_.back();
+    const Devices::Current current(*devices_, arrival.device);
+    const cuda::Result result = devices_->driver().event_query(arrival.event);
+    if (result == cuda::kNotReady) return false;
+    devices_->driver().check(result, cuda::on("the copy to the host", arrival.device));
+    devices_->release_event(arrival.device, arrival.event);
+    arrival_.pop_back();
+  }
+  return true;
+}
+
+void Staging::copy_back(const Buffer& array, const std::byte* from, std::size_t bytes) {
+  const Devices::Current current(*devices_, array.device);
+  const cuda::Driver& driver = devices_->driver();
+  const cuda::Stream up = devices_->up(array.device);
+  if (std::ranges::find(up_, array.device) == up_.end()) {
+    up_.push_back(array.device);
+    for (const Recorded& before : before_)
+      driver.check(driver.stream_wait_event(up, before.event, 0),
+                   cuda::on("cuStreamWaitEvent", array.device));
+  }
+  if (bytes > 0)
+    driver.check(driver.copy_to_device(reinterpret_cast<cuda::Pointer>(array.address), from, bytes, up),
+                 cuda::on("cuMemcpyHtoDAsync", array.device) + " of " + std::to_string(bytes) + " bytes");
+}
+
+void Staging::finish() {
+  for (const int device : up_) {
+    const Devices::Current current(*devices_, device);
+    const Recorded done = record(device, devices_->up(device));
+    const cuda::Result result = devices_->driver().event_synchronize(done.event);
+    devices_->release_event(device, done.event);
+    devices_->driver().check(result, cuda::on("the copy to the device", device));
+  }
+  up_.clear();
+}
+
+}  // namespace multiring

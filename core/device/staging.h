@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "base/export.h"
+#include "base/immovable.h"
+#include "device/buffer.h"
+#include "device/devices.h"
+
+namespace multiring {
+
+/// Pinned host memory in the place of the arrays of one operation that lie on devices.
+///
+/// A copy to the host begins when the work is done that the array's stream had when the copy was asked for,
+/// and runs on a stream of its own: what the program gives its stream afterwards does not wait. A copy back
+/// is complete when `finish` returns, so any stream may use the array then, and the array may be freed.
+///
+/// Calls come one at a time, from any thread, in the order of the members.
+class MULTIRING_API Staging : Immovable {
+ public:
+  explicit Staging(std::shared_ptr<Devices> devices) : devices_(std::move(devices)) {}
+  ~Staging();
+
+  /// Copies to the array, either way, wait for the work that its stream has now.
+  void order_after(const Buffer& array);
+  /// The same, and memory as large as the array, which `copy_back` may read later.
+  std::byte* reserve(const Buffer& array);
+  /// Asks for a copy of the array to reserved memory; it is there when `arrived` says so.
+  void copy_to_host(const Buffer& array, std::byte* to);
+  /// To be called when all copies have been asked for.
+  void start();
+
+  /// Whether all copies are there. Raises an internal error if the device has failed.
+  bool arrived();
+
+  /// Asks for a copy of host memory, pinned or not, to the array.
+  void copy_back(const Buffer& array, const std::byte* from, std::size_t bytes);
+  /// Returns when all copies back are complete.
+  void finish();
+
+ private:
+  struct Recorded {
+    int device;
+    cuda::Stream stream;
+    cuda::Event event;
+    bool down_waits = false;
+  };
+
+  Recorded record(int device, cuda::Stream stream);
+
+  const std::shared_ptr<Devices> devices_;
+  std::vector<std::shared_ptr<std::byte>> memory_;
+  std::vector<Recorded> before_;   // the program's work, once for each stream
+  std::vector<Recorded> arrival_;  // after the copies to the host of each device
+  std::vector<int> down_;          // devices with copies to the host that no event follows yet
+  std::vector<int> up_;            // devices with copies back under way
+};
+
+}  // namespace multiring

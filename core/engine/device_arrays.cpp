@@ -1,0 +1,133 @@
+#include "engine/device_arrays.h"
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/text.h"
+#include "collective/kinds.h"
+
+namespace multiring {
+namespace {
+
+constexpr std::size_t kPieceAlignment = 64;
+
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
+}
+
+bool is_broadcast(const Descriptor& descriptor) { return descriptor.key.kind == OpKind::kBroadcast; }
+
+void stage_input(Operation& operation, DeviceArrays& arrays, int rank) {
+  std::byte* const memory = arrays.staging->reserve(arrays.input);
+  operation.input = memory;
+  const bool is_read = !is_broadcast(operation.descriptor) || operation.descriptor.key.root == rank;
+  if (is_read) arrays.staging->copy_to_host(arrays.input, memory);
+}
+
+void stage_output(Operation& operation, DeviceArrays& arrays) {
+  // A result that may lie in the input takes its place, on the host only: the program's input stays.
+  const OpTraits& traits = traits_of(operation.descriptor);
+  const bool in_place = traits.output == OpTraits::Output::kSame &&
+                        traits.overlap == OpTraits::Overlap::kWhole && arrays.input.on_device();
+  if (in_place) {
+    arrays.staging->order_after(arrays.output);
+    operation.output = const_cast<std::byte*>(operation.input);
+  } else {
+    operation.output = arrays.staging->reserve(arrays.output);
+  }
+}
+
+/// All in one block: there may be hundreds, and small ones.
+void stage_pieces(Operation& operation, DeviceArrays& arrays) {
+  Buffer whole;
+  for (const Buffer& piece : arrays.pieces) {
+    if (!piece.on_device()) continue;
+    const std::size_t before = whole.bytes;
+    whole = piece;
+    whole.bytes = before + aligned(piece.bytes);
+  }
+  if (!whole.on_device()) return;
+  std::byte* memory = arrays.staging->reserve(whole);
+  for (std::size_t i = 0; i < arrays.pieces.size(); ++i) {
+    const Buffer& piece = arrays.pieces[i];
+    if (!piece.on_device()) continue;
+    arrays.staging->copy_to_host(piece, memory);
+    operation.pieces[i].input = operation.pieces[i].output = memory;
+    memory += aligned(piece.bytes);
+  }
+}
+
+void return_result(Operation& operation, DeviceArrays& arrays) {
+  Buffer there = arrays.input;
+  there.bytes = operation.result.bytes();
+  const std::shared_ptr<std::byte> memory = arrays.devices->device_memory(there.device, there.bytes);
+  there.address = memory.get();
+  there.kind = MemoryKind::kDevice;
+  arrays.staging->copy_back(there, operation.result.data(), there.bytes);
+  arrays.staging->finish();
+  operation.result.replace(memory, there);
+}
+
+}  // namespace
+
+void copy_from_devices(Operation& operation, int rank) {
+  if (operation.on_devices == nullptr) return;
+  DeviceArrays& arrays = *operation.on_devices;
+  arrays.staging = std::make_unique<Staging>(arrays.devices);
+  if (arrays.input.on_device()) {
+    stage_input(operation, arrays, rank);
+    operation.result.allocate_by([devices = arrays.devices, device = arrays.input.device](std::size_t bytes) {
+      return devices->pinned(device, bytes);
+    });
+  }
+  if (arrays.output.on_device()) stage_output(operation, arrays);
+  stage_pieces(operation, arrays);
+  arrays.staging->start();
+}
+
+void await_copies(Operation& operation, const WaitOptions& waiting, const std::function<void()>& check) {
+  if (operation.on_devices == nullptr) return;
+  Staging& staging = *operation.on_devices->staging;
+  if (staging.arrived()) return;
+  waiting.deadline.start();
+  constexpr double kSpin = 200e-6;  // seconds; a kernel that takes longer costs less than waking up late
+  constexpr double kBetweenChecks = 0.005;
+  constexpr std::chrono::microseconds kPause(20);
+  double next_check = waiting.deadline.elapsed() + kBetweenChecks;
+  const double spin_until = waiting.deadline.elapsed() + kSpin;
+  while (!staging.arrived()) {
+    const double now = waiting.deadline.elapsed();
+    if (now > spin_until) std::this_thread::sleep_for(kPause);
+    if (now < next_check) continue;
+    next_check = now + kBetweenChecks;
+    waiting.check_interrupt();
+    check();
+    if (waiting.is_cancelled()) throw DeviceError(ErrorKind::kAborted, "the communicator is closed");
+    if (waiting.deadline.expired())
+      throw DeviceError(
+          ErrorKind::kTimeout,
+          "waited " + seconds_text(waiting.deadline.elapsed()) +
+              " for the device to finish the work that makes the input. Does a kernel of the program "
+              "never end? MULTIRING_TIMEOUT or the timeout argument set how long to wait");
+  }
+}
+
+void copy_to_devices(Operation& operation, int rank) {
+  if (operation.on_devices == nullptr) return;
+  DeviceArrays& arrays = *operation.on_devices;
+  const Descriptor& descriptor = operation.descriptor;
+  const bool is_there = is_broadcast(descriptor) && descriptor.key.root == rank &&
+                        arrays.input.address == arrays.output.address;
+  if (arrays.output.on_device() && !is_there)
+    arrays.staging->copy_back(arrays.output, operation.output, operation.output_bytes);
+  for (std::size_t i = 0; i < arrays.pieces.size(); ++i)
+    if (arrays.pieces[i].on_device())
+      arrays.staging->copy_back(arrays.pieces[i], operation.pieces[i].output, arrays.pieces[i].bytes);
+  arrays.staging->finish();
+  if (arrays.input.on_device() && operation.result.data() != nullptr) return_result(operation, arrays);
+  arrays.staging.reset();
+}
+
+}  // namespace multiring

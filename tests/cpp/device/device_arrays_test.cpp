@@ -1,0 +1,284 @@
+// Operations of a communicator whose arrays lie on devices.
+
+#include <memory>
+#include <vector>
+
+#include "engine/named_queue.h"
+#include "support/errors.h"
+#include "support/fake_gpu.h"
+#include "support/operations.h"
+
+namespace multiring {
+namespace {
+
+using namespace testing;
+
+/// Floats on a device, and what an operation has to know of them.
+class DeviceArray {
+ public:
+  DeviceArray(FakeGpu& gpu, int device, std::vector<float> values)
+      : gpu_(gpu), count_(values.size()), stream_(gpu.make_stream(device)) {
+    buffer_ = {gpu.allocate(device, bytes()), bytes(), MemoryKind::kDevice, device, stream_};
+    set(std::move(values));
+  }
+  /// By a kernel that has not run yet.
+  void set(std::vector<float> values) {
+    std::byte* const memory = gpu_.view(buffer_.address);
+    gpu_.launch(stream_, [memory, values = std::move(values)] {
+      std::memcpy(memory, values.data(), values.size() * sizeof(float));
+    });
+  }
+  std::vector<float> values() const {
+    const auto* const begin = reinterpret_cast<const float*>(gpu_.view(buffer_.address));
+    return {begin, begin + count_};
+  }
+  const Buffer& buffer() const { return buffer_; }
+  std::size_t bytes() const { return count_ * sizeof(float); }
+
+ private:
+  FakeGpu& gpu_;
+  const std::size_t count_;
+  const std::uintptr_t stream_;
+  Buffer buffer_;
+};
+
+class DeviceArraysTest : public ::testing::TestWithParam<TransportKind> {
+ protected:
+  static constexpr int kSize = 3;
+
+  DeviceArray array(int rank, std::vector<float> values) {
+    return {gpu_, rank % FakeGpu::kDevices, std::move(values)};
+  }
+  DeviceArraysTest() : group_({GetParam(), kSize, kSmallStaging}) {}
+
+  /// `operation` on arrays of devices; null: that one is on the host, or there is none.
+  Operation on_devices(Operation operation, const DeviceArray* input, const DeviceArray* output) {
+    operation.on_devices = std::make_unique<DeviceArrays>();
+    operation.on_devices->devices = devices_;
+    if (input != nullptr) {
+      operation.on_devices->input = input->buffer();
+      operation.input = input->buffer().address;
+    }
+    if (output != nullptr) {
+      operation.on_devices->output = output->buffer();
+      operation.output = output->buffer().address;
+      operation.output_bytes = output->bytes();
+    }
+    return operation;
+  }
+  Operation allreduce(const DeviceArray& input, const DeviceArray& output, std::string_view name = {}) {
+    return on_devices(allreduce_of(DType::kFloat32, input.bytes() / sizeof(float), nullptr, nullptr, name),
+                      &input, &output);
+  }
+  Operation collective(OpKind kind, const DeviceArray* input, std::size_t rows, int root = -1) {
+    return on_devices(make_operation({.kind = kind, .rows = rows, .root = root}), input, nullptr);
+  }
+  /// What a collective has allocated, which has to lie on the device of the input.
+  std::vector<float> result_of(const Operation& operation) {
+    const Buffer& buffer = operation.result.buffer();
+    EXPECT_EQ(buffer.kind, MemoryKind::kDevice);
+    EXPECT_EQ(buffer.device, operation.on_devices->input.device);
+    const auto* const begin = reinterpret_cast<const float*>(gpu_.view(buffer.address));
+    return {begin, begin + buffer.bytes / sizeof(float)};
+  }
+  static std::vector<float> filled(std::size_t count, float value) {
+    return std::vector<float>(count, value);
+  }
+
+  FakeGpu gpu_;
+  std::shared_ptr<Devices> devices_ = std::make_shared<Devices>(gpu_.driver());
+  RankGroup group_;
+};
+
+TEST_P(DeviceArraysTest, AllreduceOfAnyCount) {
+  group_.run([&](Communicator& communicator) {
+    const auto mine = static_cast<float>(communicator.rank() + 1);
+    for (const std::size_t count : {0, 1, 7, 1000, 100'003}) {
+      DeviceArray x = array(communicator.rank(), filled(count, mine));
+      const DeviceArray out = array(communicator.rank(), filled(count, -1));
+      run(communicator, allreduce(x, out));
+      EXPECT_EQ(x.values(), filled(count, mine));
+      EXPECT_EQ(out.values(), filled(count, 6));
+      run(communicator, allreduce(x, x));
+      EXPECT_EQ(x.values(), filled(count, 6));
+      x.set(filled(count, 2 * mine));  // seen, though it has not run
+      run(communicator, allreduce(x, x));
+      EXPECT_EQ(x.values(), filled(count, 12));
+    }
+  });
+}
+
+TEST_P(DeviceArraysTest, ManyInFlightTogetherAndAlone) {
+  group_.run([&](Communicator& communicator) {
+    std::vector<std::unique_ptr<DeviceArray>> arrays;
+    std::vector<std::shared_ptr<Work>> works;
+    for (int i = 0; i < 60; ++i) {
+      arrays.push_back(std::make_unique<DeviceArray>(
+          array(communicator.rank(), filled(i % 4 == 3 ? 30'000 : 10, static_cast<float>(i)))));
+      works.push_back(communicator.submit(allreduce(*arrays.back(), *arrays.back()), i % 3, nullptr));
+    }
+    for (std::size_t i = works.size(); i-- > 0;) {
+      works[i]->wait(Deadline::never(), {});
+      EXPECT_EQ(arrays[i]->values(), filled(arrays[i]->values().size(), static_cast<float>(kSize * i)));
+    }
+  });
+}
+
+TEST_P(DeviceArraysTest, ResultsThatTheCollectiveAllocates) {
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray x = array(rank, {static_cast<float>(rank), 10, 20});
+    for (const CallMode mode : {CallMode::kSync, CallMode::kAsync}) {
+      Operation gathered = collective(OpKind::kAllgather, &x, 3);
+      perform(communicator, gathered, mode);
+      EXPECT_EQ(result_of(gathered), (std::vector<float>{0, 10, 20, 1, 10, 20, 2, 10, 20}));
+      Operation reduced = collective(OpKind::kReduceScatter, &x, 3);
+      perform(communicator, reduced, mode);
+      EXPECT_EQ(result_of(reduced), std::vector<float>{rank == 0 ? 3.0F : rank == 1 ? 30.0F : 60.0F});
+      Operation exchanged = collective(OpKind::kAlltoall, &x, 3);
+      exchanged.splits = {1, 1, 1};
+      perform(communicator, exchanged, mode);
+      const float own[] = {static_cast<float>(rank), 10, 20};
+      EXPECT_EQ(result_of(exchanged), rank == 0 ? std::vector<float>({0, 1, 2}) : filled(3, own[rank]));
+      Operation at_root = collective(OpKind::kGather, &x, 3, 1);
+      perform(communicator, at_root, mode);
+      EXPECT_TRUE(rank != 1 || result_of(at_root).size() == 9);
+      Operation scattered = rank == 2 ? collective(OpKind::kScatter, &x, 3, 2)
+                                      : make_operation({.kind = OpKind::kScatter, .root = 2});
+      perform(communicator, scattered, mode);
+      EXPECT_TRUE(rank != 2 || result_of(scattered) == std::vector<float>{20});
+    }
+  });
+}
+
+TEST_P(DeviceArraysTest, BroadcastReadsTheRootOnly) {
+  group_.run([&](Communicator& communicator) {
+    DeviceArray x = array(communicator.rank(), filled(500, static_cast<float>(communicator.rank())));
+    Operation operation =
+        on_devices(make_operation({.kind = OpKind::kBroadcast, .rows = 500, .root = 1}), &x, &x);
+    communicator.run(operation, {});
+    EXPECT_EQ(x.values(), filled(500, 1));
+  });
+  EXPECT_EQ(gpu_.calls("copy_to_host"), 1);
+  EXPECT_EQ(gpu_.calls("copy_to_device"), kSize - 1);
+}
+
+TEST_P(DeviceArraysTest, Messages) {
+  group_.run([&](Communicator& communicator) {
+    DeviceArray x = array(communicator.rank(), filled(50'000, static_cast<float>(communicator.rank())));
+    if (communicator.rank() == 0) {
+      Operation sent = on_devices(send_of(DType::kFloat32, 50'000, nullptr, 1), &x, nullptr);
+      communicator.send(sent, 7, {});
+    } else if (communicator.rank() == 1) {
+      Operation received =
+          on_devices(make_operation({.kind = OpKind::kReceive, .rows = 50'000, .root = 0}), nullptr, &x);
+      communicator.receive(received, 7, {});
+      EXPECT_EQ(x.values(), filled(50'000, 0));
+    }
+  });
+}
+
+TEST_P(DeviceArraysTest, PiecesOnDevicesAndOnTheHost) {
+  group_.run([&](Communicator& communicator) {
+    const auto mine = static_cast<float>(communicator.rank());
+    const DeviceArray first = array(communicator.rank(), filled(3, mine));
+    std::vector<float> second = filled(1000, mine);
+    const DeviceArray third = array(communicator.rank(), filled(70, mine));
+    Operation operation = allreduce_of(DType::kFloat32, 1073, nullptr, nullptr);
+    operation.on_devices = std::make_unique<DeviceArrays>();
+    operation.on_devices->devices = devices_;
+    Buffer on_host{reinterpret_cast<std::byte*>(second.data()), second.size() * sizeof(float)};
+    for (const Buffer& each : {first.buffer(), on_host, third.buffer()}) {
+      operation.pieces.push_back({each.address, each.address, each.bytes});
+      operation.on_devices->pieces.push_back(each);
+    }
+    const auto work = communicator.submit(std::move(operation), 0, nullptr);
+    work->wait(Deadline::never(), {});
+    EXPECT_EQ(first.values(), filled(3, 3));
+    EXPECT_EQ(second, filled(1000, 3));
+    EXPECT_EQ(third.values(), filled(70, 3));
+  });
+}
+
+TEST_P(DeviceArraysTest, HostOnOneRankDeviceOnOthers) {
+  group_.run([&](Communicator& communicator) {
+    std::vector<float> on_host = filled(20'000, 1);
+    const DeviceArray x = array(communicator.rank(), filled(20'000, 2));
+    run(communicator, communicator.rank() == 0 ? sum_in_place(on_host) : allreduce(x, x));
+    EXPECT_EQ(communicator.rank() == 0 ? on_host : x.values(), filled(20'000, 5));
+  });
+}
+
+TEST_P(DeviceArraysTest, NamedQueue) {
+  group_.run([&](Communicator& communicator) {
+    const auto queue = NamedQueue::create(communicator, "queue", {});
+    const DeviceArray x = array(communicator.rank(), filled(100, 1));
+    NamedRequest request;
+    request.name = "x";
+    request.operations.push_back(allreduce(x, x));
+    queue->submit(std::move(request)).front()->wait(Deadline::never(), {});
+    EXPECT_EQ(x.values(), filled(100, 3));
+  });
+}
+
+// A device that fails is the first error of all ranks, and says where.
+TEST_P(DeviceArraysTest, FailureReachesAllRanks) {
+  for (const char* function : {"copy_to_host", "event_query", "copy_to_device"}) {
+    devices_ = std::make_shared<Devices>(gpu_.driver());  // which keeps nothing of the last one
+    const auto outcomes = group_.outcomes([&](Communicator& communicator) {
+      std::vector<float> on_host = filled(100, 1);
+      if (communicator.rank() != 0) {
+        run(communicator, sum_in_place(on_host, "x"));
+        return run_barrier(communicator);
+      }
+      const DeviceArray x = array(0, on_host);
+      gpu_.fail_next(function, cuda::kIllegalAddress);
+      run(communicator, allreduce(x, x, "x"));
+    });
+    ASSERT_TRUE(outcomes[0].has_value());
+    expect_kind(*outcomes[0], ErrorKind::kInternal);
+    expect_text(*outcomes[0], "rank 0 on ");
+    expect_text(*outcomes[0], "in allreduce 'x' sum float32[100, 1] (400 bytes)");
+    expect_text(*outcomes[0], "on device 0");
+    EXPECT_EQ(outcomes[0]->context().operation, "allreduce");
+    EXPECT_EQ(outcomes[0]->context().tensor, "x");
+    for (int rank = 1; rank < kSize; ++rank) {
+      ASSERT_TRUE(outcomes[static_cast<std::size_t>(rank)].has_value()) << function;
+      expect_text(*outcomes[static_cast<std::size_t>(rank)], "CUDA_ERROR_ILLEGAL_ADDRESS");
+    }
+  }
+}
+
+TEST_P(DeviceArraysTest, KernelThatNeverEnds) {
+  const auto outcomes = group_.outcomes([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), filled(100, 1));
+    if (communicator.rank() == 1) gpu_.launch(x.buffer().stream, {}, false);
+    Operation operation = allreduce(x, x);
+    communicator.run(operation, {communicator.rank() == 1 ? 0.1 : -1.0, nullptr});
+  });
+  ASSERT_TRUE(outcomes[1].has_value());
+  expect_kind(*outcomes[1], ErrorKind::kTimeout);
+  expect_text(*outcomes[1], "for the device to finish the work that makes the input");
+  EXPECT_TRUE(outcomes[0].has_value());
+}
+
+// A rank that waits for its own device learns that a peer has ended it all.
+TEST_P(DeviceArraysTest, PeerThatFailsWhileTheDeviceIsBusy) {
+  const auto outcomes = group_.outcomes([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), filled(100, 1));
+    if (communicator.rank() == 2) return communicator.abort("of the program");
+    gpu_.launch(x.buffer().stream, {}, false);
+    run(communicator, allreduce(x, x));
+  });
+  for (int rank = 0; rank < 2; ++rank) {
+    ASSERT_TRUE(outcomes[static_cast<std::size_t>(rank)].has_value());
+    expect_kind(*outcomes[static_cast<std::size_t>(rank)], ErrorKind::kAborted);
+    expect_text(*outcomes[static_cast<std::size_t>(rank)], "of the program");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, DeviceArraysTest,
+                         ::testing::Values(TransportKind::kInproc, TransportKind::kCluster), kPrinted);
+
+}  // namespace
+}  // namespace multiring
