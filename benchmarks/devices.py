@@ -2,10 +2,11 @@
 
     multiring run -np 2 benchmarks/devices.py [--json FILE] [--max-mib 256] [--samples 7]
 
-All ranks share the first GPU. Needs PyTorch with CUDA; CuPy is measured where it is installed. The limit of a
-size is what the slowest part would take if all parts ran at once: the copy to the host, the allreduce of
-arrays on the host, the copy back, each with all ranks at work. Kinds of arrays take turns; a time is the
-median of the samples, each that of the slowest rank.
+All ranks share the first GPU, which gives their processes turns; with "alone" rank 0 has an array on the GPU
+and the others have theirs on the host. Needs PyTorch with CUDA; CuPy is measured where it is installed. The
+limit of a size is what the slowest part would take if all parts ran at once: the copy to the host, the
+allreduce of arrays on the host, the copy back, each with the same ranks at work. Kinds of arrays take turns;
+a time is the median of the samples, each that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -55,15 +56,22 @@ def medians(
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def copies(comm: multiring.Communicator, nbytes: int, samples: int) -> dict[str, float]:
-    """Seconds of a copy between host and device, all ranks at once."""
+def copies(
+    comm: multiring.Communicator, nbytes: int, samples: int, kinds: tuple[str, ...] = ("pinned", "pageable")
+) -> dict[str, float]:
+    """Seconds of a copy between host and device, all ranks at once; "alone": of pinned memory, by rank 0."""
     device = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
     bodies: dict[str, Callable[[], object]] = {}
-    for name in ("pinned", "pageable"):
-        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=name == "pinned")
-        bodies[f"{name} to host"] = partial(host.copy_, device, non_blocking=True)
-        bodies[f"{name} to device"] = partial(device.copy_, host, non_blocking=True)
+    for name in kinds:
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=name != "pageable")
+        copy = comm.rank == 0 or name != "alone"
+        bodies[f"{name} to host"] = partial(host.copy_, device, non_blocking=True) if copy else _nothing
+        bodies[f"{name} to device"] = partial(device.copy_, host, non_blocking=True) if copy else _nothing
     return medians(comm, bodies, nbytes, samples)
+
+
+def _nothing() -> None:
+    pass
 
 
 def allreduces(comm: multiring.Communicator, nbytes: int, samples: int) -> dict[str, float]:
@@ -72,6 +80,8 @@ def allreduces(comm: multiring.Communicator, nbytes: int, samples: int) -> dict[
     arrays: dict[str, Any] = {"host": np.ones(count, np.float32), "torch": torch.ones(count, device="cuda")}
     if importlib.util.find_spec("cupy"):
         arrays["cupy"] = importlib.import_module("cupy").ones(count, np.float32)
+    on_device = arrays["cupy" if "cupy" in arrays else "torch"]
+    arrays["alone"] = on_device if comm.rank == 0 else np.ones(count, np.float32)
     bodies: dict[str, Callable[[], object]] = {
         name: partial(comm.allreduce, x, "average", x) for name, x in arrays.items()
     }
@@ -94,16 +104,26 @@ def main() -> None:
         spent = copies(comm, nbytes, options.samples)
         bandwidths.append({"bytes": nbytes, **{name: nbytes / s / 1e9 for name, s in spent.items()}})
         say(f"{nbytes:10}", *(f"{nbytes / s / 1e9:8.1f}" for s in spent.values()))
-    say(f"{'bytes':>10}  us: host, limit, torch, cupy; share of the limit: torch, cupy")
+    kinds = ["torch", "cupy", "alone"]
+    say(f"{'bytes':>10}  us: host; limit, torch, cupy; limit, alone.  Share of the limit: torch, cupy, alone")
     for nbytes in [size for size in SIZES if size <= options.max_mib * MIB]:
-        copied = copies(comm, nbytes, max(options.samples // 2, 3))
+        copied = copies(comm, nbytes, max(options.samples // 2, 3), ("pinned", "alone"))
         spent = allreduces(comm, nbytes, options.samples)
-        limit = max(copied["pinned to host"], copied["pinned to device"], spent["host"])
-        row = {"bytes": nbytes, **copied, **spent, "limit": limit}
-        rows.append(row)
-        devices = [spent[name] for name in ("torch", "cupy") if name in spent]
-        times = [spent["host"], limit, *devices]
-        say(f"{nbytes:10}", *(f"{s * 1e6:10.1f}" for s in times), *(f"{limit / s:6.2f}" for s in devices))
+        limit, limit_alone = (
+            max(copied[f"{kind} to host"], copied[f"{kind} to device"], spent["host"])
+            for kind in ("pinned", "alone")
+        )
+        rows.append({"bytes": nbytes, **copied, **spent, "limit": limit, "limit alone": limit_alone})
+        limits = {name: limit_alone if name == "alone" else limit for name in kinds if name in spent}
+        times = [
+            spent["host"],
+            limit,
+            *(spent[n] for n in limits if n != "alone"),
+            limit_alone,
+            spent["alone"],
+        ]
+        shares = [least / spent[name] for name, least in limits.items()]
+        say(f"{nbytes:10}", *(f"{s * 1e6:10.1f}" for s in times), *(f"{share:6.2f}" for share in shares))
     if options.json is not None and comm.rank == 0:
         record = {
             "device": torch.cuda.get_device_name(),

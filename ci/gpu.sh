@@ -3,7 +3,8 @@
 #   ci/gpu.sh [FOLDER]    results go to FOLDER (default: build/gpu)
 # Takes the python3 of the machine (PYTHON: another one) with PyTorch or CuPy, pytest, scikit-build-core, pybind11,
 # CMake and ninja, and no network. What it builds goes to a temporary folder. Without a GPU it says so, and is done.
-# GPU_TESTS are further arguments of pytest; with GPU_BENCHMARK=0 nothing is measured.
+# GPU_TESTS are further arguments of pytest, GPU_BENCHMARK those of the measurement (0: none), GPU_RANKS its numbers of
+# ranks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -27,8 +28,9 @@ status=0
   tee "$results/tests.log" || status=1
 echo "tested after $((SECONDS - began)) s"
 if [[ ${GPU_BENCHMARK:-1} != 0 ]]; then
-  for ranks in 2 4; do
-    "$python" -m multiring run -np "$ranks" benchmarks/devices.py --json "$results/allreduce-$ranks-ranks.json" 2>&1 |
+  for ranks in ${GPU_RANKS:-1 2 4}; do
+    "$python" -m multiring run -np "$ranks" benchmarks/devices.py --json "$results/allreduce-$ranks-ranks.json" \
+      ${GPU_BENCHMARK:-} 2>&1 |
       tee "$results/allreduce-$ranks-ranks.log" || status=1
   done
 fi

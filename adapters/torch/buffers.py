@@ -43,7 +43,8 @@ def specification(name: str, parameter: torch.Tensor, sparse: bool) -> Parameter
     Complex numbers are reduced as pairs of reals.
 
     Raises:
-        UsageError: The parameter is lazy, not on the CPU, or of a dtype that cannot be reduced.
+        UsageError: The parameter is lazy, on neither the CPU nor a CUDA device, or of a dtype that cannot be
+            reduced.
     """
     if torch.nn.parameter.is_lazy(parameter):
         raise UsageError(
@@ -54,10 +55,15 @@ def specification(name: str, parameter: torch.Tensor, sparse: bool) -> Parameter
             f"parameter '{name}' is a DTensor, split over ranks as by fully_shard(), which reduces gradients "
             "itself; leave that out, or multiring's hooks"
         )
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in ("cpu", "cuda"):
         raise UsageError(
-            f"parameter '{name}' is on device {parameter.device}; gradients are reduced on the CPU only: "
-            "move the model there before registering it"
+            f"parameter '{name}' is on device {parameter.device}; gradients are reduced on the CPU and CUDA "
+            "devices only: move the model there before registering it"
+        )
+    if sparse and parameter.device.type != "cpu":
+        raise UsageError(
+            f"parameter '{name}' is on device {parameter.device}, and its gradients are sparse; those are "
+            "reduced on the CPU only: make them dense (sparse=False), or move the layer to the CPU"
         )
     shape, dtype = tuple(parameter.shape), parameter.dtype
     if dtype in _COMPLEX:
@@ -99,9 +105,9 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def has_same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether CPU tensors of one shape and dtype have the same bits: NaN equals NaN, 0.0 is not -0.0."""
+    """Whether tensors of one shape and dtype have the same bits: NaN equals NaN, 0.0 is not -0.0."""
     one, two = (
-        torch.from_numpy(byte_view(t.detach().resolve_conj().resolve_neg().contiguous()))
+        torch.from_numpy(byte_view(t.detach().cpu().resolve_conj().resolve_neg().contiguous()))
         for t in (tensor, other)
     )
     return torch.equal(one, two)
@@ -130,7 +136,7 @@ def checksum(tensor: torch.Tensor) -> int:
     """Of the elements in row-major order, dense or sparse."""
     if tensor.layout is not torch.strided:
         tensor = tensor.detach().to_dense()
-    return bytes_checksum(byte_view(tensor.resolve_conj().resolve_neg().contiguous()))
+    return bytes_checksum(byte_view(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()))
 
 
 def _layout(parameter: torch.Tensor) -> str:

@@ -33,10 +33,10 @@ Parameters = Sequence[Tensor | None]
 class _Form:
     """What the gradient of a parameter looks like."""
 
-    __slots__ = ("dtype", "is_complex", "is_contiguous", "is_sparse", "shape", "stride")
+    __slots__ = ("device", "dtype", "is_complex", "is_contiguous", "is_sparse", "shape", "stride")
 
     def __init__(self, parameter: Tensor, *, is_sparse: bool) -> None:
-        self.is_sparse = is_sparse
+        self.is_sparse, self.device = is_sparse, parameter.device
         self.dtype, self.shape, self.is_complex = parameter.dtype, parameter.shape, parameter.is_complex()
         self.stride = dense_strides(parameter)
         self.is_contiguous = torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
@@ -45,10 +45,18 @@ class _Form:
         return (self.is_contiguous and gradient.is_contiguous()) or gradient.stride() == self.stride
 
     def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
-    def view(self, slot: Bytes) -> Tensor:
-        return torch.from_numpy(slot).view(self.dtype).as_strided(self.shape, self.stride)
+    def copy_of(self, slot: Bytes) -> Tensor:
+        values = torch.from_numpy(slot).view(self.dtype).as_strided(self.shape, self.stride)
+        return values.to(self.device, copy=True)
+
+    def place(self, gradient: Tensor, stream: int | None = None) -> Gradient:
+        """Memory of a gradient of this form; `stream` makes it, the current one if None."""
+        if gradient.is_cpu:
+            return Gradient(gradient.data_ptr(), gradient)
+        stream = current_stream(gradient) if stream is None else stream
+        return Gradient(gradient.data_ptr(), gradient, gradient.device.index, stream)
 
 
 class _Placed(NamedTuple):
@@ -83,6 +91,7 @@ class GradientPlacement:
         self._reduced: dict[int, _Reduced] = {}
         self._round: dict[int, _Placed] = {}
         self._incoming: dict[int, int] = {}
+        self._streams: dict[int, int] = {}  # on which autograd makes the gradients of the round
 
     def expect(self, number: int, parameter: Tensor, *, is_sparse: bool) -> None:
         """The gradients of this parameter will look like it."""
@@ -91,6 +100,8 @@ class GradientPlacement:
     def note_incoming(self, number: int, gradient: Tensor) -> None:
         """Autograd is about to accumulate this. What has its memory afterwards is what autograd has made."""
         self._incoming[number] = _address(gradient)
+        if gradient.is_cuda:
+            self._streams[number] = current_stream(gradient)
 
     def form(self, number: int) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of a gradient."""
@@ -108,7 +119,7 @@ class GradientPlacement:
         """
         gradient, form = parameter.grad, self._forms[number]
         assert gradient is not None
-        if gradient.dtype != form.dtype or gradient.shape != form.shape or not gradient.is_cpu:
+        if gradient.dtype != form.dtype or gradient.shape != form.shape or gradient.device != form.device:
             raise self._has_become(number, gradient)
         if form.is_sparse:
             return IN_SLOT
@@ -117,7 +128,7 @@ class GradientPlacement:
             address, now = gradient.data_ptr(), version(gradient)
             self._reduced[number] = _Reduced(weakref.ref(gradient), address, now, None)
             self._round[number] = _Placed(gradient, now, gradient, is_written_back=False)
-            return Gradient(address, gradient)
+            return form.place(gradient, self._streams.get(number))
         is_own = (
             not is_usable or overlaps_itself(gradient) or self._incoming.get(number) == _address(gradient)
         )
@@ -125,13 +136,13 @@ class GradientPlacement:
         where = form.empty() if known is None or known.values is None else known.values
         where.copy_(gradient.detach().to_dense())
         self._round[number] = _Placed(gradient, version(gradient), where, is_written_back=not is_own)
-        return Gradient(where.data_ptr(), where)
+        return form.place(where)
 
     def publish(self, number: int, parameter: Tensor, slot: Bytes) -> None:
         """Another rank had a gradient, which is in the slot."""
         form = self._forms[number]
         if not form.is_sparse:
-            parameter.grad = gradient = form.view(slot).clone()
+            parameter.grad = gradient = form.copy_of(slot)
             self.note(number, gradient)
 
     def note(self, number: int, gradient: Tensor) -> None:
@@ -199,7 +210,7 @@ class GradientPlacement:
 
     def forget_round(self) -> None:
         """The round has ended, or was aborted."""
-        self._round, self._incoming = {}, {}
+        self._round, self._incoming, self._streams = {}, {}, {}
 
     def reduced_in_place(self, parameters: Parameters) -> list[int]:
         """Gradients of the round under way that are reduced where the program still has them."""
@@ -232,7 +243,7 @@ class GradientPlacement:
 
     def _has_become(self, number: int, gradient: Tensor) -> UsageError:
         name, form = self._names[number], self._forms[number]
-        where = "" if gradient.is_cpu else f" on {gradient.device}"
+        where = "" if gradient.device == form.device else f" on {gradient.device}"
         return UsageError(
             f"rank {self._rank}: parameter '{name}' has become {gradient.dtype} "
             f"{tuple(gradient.shape)}{where}, it was {form.dtype} {tuple(form.shape)} when "
@@ -245,6 +256,11 @@ class GradientPlacement:
 def _is_alone(gradient: Tensor, is_complex: bool) -> bool:
     """Whether the memory belongs to this gradient alone, and holds its values as they are."""
     return not gradient.is_neg() and not (is_complex and gradient.is_conj()) and has_own_memory(gradient)
+
+
+def current_stream(tensor: Tensor) -> int:
+    """The stream on which this thread works on a tensor's device."""
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 def _address(tensor: Tensor) -> int:

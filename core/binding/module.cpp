@@ -1,5 +1,6 @@
 #include <pybind11/pybind11.h>
 
+#include "binding/arrays/devices.h"
 #include "binding/arrays/result.h"
 #include "binding/errors.h"
 #include "binding/fork_lock.h"
@@ -11,6 +12,7 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::register_errors();
   // In this order each signature names classes that are known already.
   multiring::binding::bind_result(module);
+  multiring::binding::bind_devices(module);
   multiring::binding::bind_operation(module);
   multiring::binding::bind_communicator(module);
   multiring::binding::bind_named_queue(module);

@@ -97,19 +97,30 @@ DType dtype_named(std::string_view name) {
 
 /// Addresses, for the same reason as below.
 void set_pieces(PyOperation& prepared, std::string_view dtype, const std::vector<std::uintptr_t>& addresses,
-                const std::vector<std::size_t>& nbytes, py::object owners) {
+                const std::vector<std::size_t>& nbytes, py::object owners, const std::vector<int>& devices,
+                const std::vector<std::uintptr_t>& streams) {
   if (addresses.size() != nbytes.size()) throw_usage("as many addresses as numbers of bytes are needed");
+  if (devices.size() != streams.size() || (!devices.empty() && devices.size() != addresses.size()))
+    throw_usage("a device and a stream of every piece are needed, or of none");
   Operation& operation = prepared.operation;
   Descriptor& descriptor = operation.descriptor;
   descriptor.dtype = dtype_named(dtype);
   descriptor.bytes = 0;
   operation.pieces.clear();
+  operation.on_devices.reset();
   prepared.owners = std::move(owners);
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     if (nbytes[i] % operation.element_size() != 0) throw_usage("a piece does not hold whole elements");
     auto* const data = reinterpret_cast<std::byte*>(addresses[i]);
     operation.pieces.push_back({data, data, nbytes[i]});
     descriptor.bytes += nbytes[i];
+    if (devices.empty()) continue;
+    Buffer& memory =
+        arrays_on_devices(operation).pieces.emplace_back(Buffer{.address = data, .bytes = nbytes[i]});
+    if (devices[i] < 0) continue;
+    memory.kind = MemoryKind::kDevice;
+    memory.device = devices[i];
+    memory.stream = streams[i];
   }
   descriptor.key.count = descriptor.rows = descriptor.shape[0] = descriptor.bytes / operation.element_size();
   descriptor.dims = 1;
@@ -222,7 +233,8 @@ void bind_operation(py::module_& module) {
            py::arg("kind"), py::arg("name") = "", py::arg("root") = -1)
       .def("set_input", &PyOperation::set_input, py::arg("array"))
       .def("set_pieces", &set_pieces, py::arg("dtype"), py::arg("addresses"), py::arg("nbytes"),
-           py::arg("owners"), "One array, to be reduced in place, that lies in pieces.")
+           py::arg("owners"), py::arg("devices"), py::arg("streams"),
+           "One array, to be reduced in place, that lies in pieces; devices: none, or -1 for the host.")
       .def("set_output", &PyOperation::set_output, py::arg("array"))
       .def("set_reduction", &set_reduction, py::arg("op"), py::arg("prescale"), py::arg("postscale"),
            py::arg("crossing"))

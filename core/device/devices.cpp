@@ -67,9 +67,10 @@ void Devices::locate(Buffer& buffer) const {
   buffer.device = buffer.kind == MemoryKind::kHost ? -1 : ordinal;
 }
 
+// Memory that is kept would keep this, and this keeps the memory.
 std::shared_ptr<std::byte> Devices::share(int device, std::byte* memory, std::size_t bytes) {
-  return {memory, [self = shared_from_this(), device, bytes](std::byte* back) {
-            self->take_back(device, back, bytes);
+  return {memory, [weak = weak_from_this(), device, bytes](std::byte* back) {
+            if (const auto self = weak.lock()) self->take_back(device, back, bytes);
           }};
 }
 

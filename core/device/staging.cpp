@@ -66,10 +66,17 @@ void Staging::copy_to_host(const Buffer& array, std::byte* to) {
     before.down_waits = true;
   }
   if (std::ranges::find(down_, array.device) == down_.end()) down_.push_back(array.device);
-  if (array.bytes > 0)
-    driver.check(
-        driver.copy_to_host(to, reinterpret_cast<cuda::Pointer>(array.address), array.bytes, down),
-        cuda::on("cuMemcpyDtoHAsync", array.device) + " of " + std::to_string(array.bytes) + " bytes");
+  const std::size_t part = part_bytes(array.bytes);
+  for (std::size_t begin = 0; begin < array.bytes; begin += part) {
+    const std::size_t bytes = std::min(part, array.bytes - begin);
+    const auto from = reinterpret_cast<cuda::Pointer>(array.address + begin);
+    driver.check(driver.copy_to_host(to + begin, from, bytes, down),
+                 cuda::on("cuMemcpyDtoHAsync", array.device) + " of " + std::to_string(bytes) + " bytes");
+    asked_ += bytes;
+    if (begin + bytes == array.bytes) return;  // `start` records that
+    arrival_.push_back(record(array.device, down));
+    arrival_.back().end = asked_;
+  }
 }
 
 void Staging::start() {
@@ -78,18 +85,20 @@ void Staging::start() {
     const Devices::Current current(*devices_, device);
     arrival_.push_back(record(device, devices_->down(device)));
     down_.pop_back();
+    arrival_.back().end = down_.empty() ? kAll : arrived_;  // of several devices none tells by itself
   }
 }
 
-bool Staging::arrived() {
-  while (!arrival_.empty()) {
-    const Recorded& arrival = arrival_.back();
+bool Staging::arrived(std::size_t bytes) {
+  while (!arrival_.empty() && arrived_ < bytes) {
+    const Recorded& arrival = arrival_.front();
     const Devices::Current current(*devices_, arrival.device);
     const cuda::Result result = devices_->driver().event_query(arrival.event);
     if (result == cuda::kNotReady) return false;
     devices_->driver().check(result, cuda::on("the copy to the host", arrival.device));
     devices_->release_event(arrival.device, arrival.event);
-    arrival_.pop_back();
+    arrived_ = std::max(arrived_, arrival.end);
+    arrival_.pop_front();
   }
   return true;
 }

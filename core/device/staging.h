@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -20,6 +22,16 @@ namespace multiring {
 /// Calls come one at a time, from any thread, in the order of the members.
 class MULTIRING_API Staging : Immovable {
  public:
+  /// Arrays of so many bytes or more are copied in parts, each of which can be waited for.
+  static constexpr std::size_t kPartsFrom = std::size_t{1} << 20;
+  static constexpr std::size_t kAll = ~std::size_t{0};
+
+  /// Bytes of a part: a few parts of a small array are under way at once, and a part of a large one takes far
+  /// longer than to ask for it.
+  static constexpr std::size_t part_bytes(std::size_t bytes) {
+    return bytes < kPartsFrom ? bytes : std::clamp(bytes / 8, kPartsFrom / 4, 4 * kPartsFrom);
+  }
+
   explicit Staging(std::shared_ptr<Devices> devices) : devices_(std::move(devices)) {}
   ~Staging();
 
@@ -32,8 +44,9 @@ class MULTIRING_API Staging : Immovable {
   /// To be called when all copies have been asked for.
   void start();
 
-  /// Whether all copies are there. Raises an internal error if the device has failed.
-  bool arrived();
+  /// Whether the first `bytes` of what was asked for are there. Raises a DeviceError if the device has
+  /// failed.
+  bool arrived(std::size_t bytes = kAll);
 
   /// Asks for a copy of host memory, pinned or not, to the array.
   void copy_back(const Buffer& array, const std::byte* from, std::size_t bytes);
@@ -46,16 +59,19 @@ class MULTIRING_API Staging : Immovable {
     cuda::Stream stream;
     cuda::Event event;
     bool down_waits = false;
+    std::size_t end = 0;  // bytes that are there with this event
   };
 
   Recorded record(int device, cuda::Stream stream);
 
   const std::shared_ptr<Devices> devices_;
   std::vector<std::shared_ptr<std::byte>> memory_;
-  std::vector<Recorded> before_;   // the program's work, once for each stream
-  std::vector<Recorded> arrival_;  // after the copies to the host of each device
-  std::vector<int> down_;          // devices with copies to the host that no event follows yet
-  std::vector<int> up_;            // devices with copies back under way
+  std::vector<Recorded> before_;  // the program's work, once for each stream
+  std::deque<Recorded> arrival_;  // after the parts of the copies to the host
+  std::size_t asked_ = 0;         // bytes of copies to the host
+  std::size_t arrived_ = 0;
+  std::vector<int> down_;  // devices with copies to the host that no event follows yet
+  std::vector<int> up_;    // devices with copies back under way
 };
 
 }  // namespace multiring

@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "base/text.h"
+#include "collective/device_arrays.h"
 #include "collective/kinds.h"
 #include "engine/communicator_list.h"
-#include "engine/device_arrays.h"
 #include "engine/operation_lock.h"
 #include "engine/validate.h"
 #include "topology/dimensions.h"
@@ -192,13 +192,9 @@ void Communicator::run_on_host(const OperationCall& call, std::span<Operation* c
   const auto is_on_host = [](const Operation* operation) { return operation->on_devices == nullptr; };
   if (std::ranges::all_of(operations, is_on_host)) return body();
   try {
-    const auto check = [&] { exchange_.throw_if_aborted(call); };
-    for (Operation* operation : operations) await_copies(*operation, call.waiting, check);
-  } catch (const DeviceError& error) {
-    exchange_.throw_within(call, error, "");
-  }
-  body();
-  try {
+    if (operations.size() == 1) decide_on_parts(*operations[0], exchange_);
+    for (Operation* operation : operations) await_copies(*operation, exchange_, call);
+    body();
     for (Operation* operation : operations) copy_to_devices(*operation, rank());
   } catch (const DeviceError& error) {
     exchange_.throw_within(call, error, "");

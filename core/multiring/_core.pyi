@@ -8,6 +8,7 @@ import collections.abc
 import typing
 
 import numpy
+import numpy.typing
 
 __all__: list[str] = [
     "AlgorithmRow",
@@ -44,7 +45,9 @@ __all__: list[str] = [
     "checksum",
     "choose_plan",
     "connect",
+    "copy_from_device",
     "copy_streaming",
+    "copy_to_device",
     "dtype_size",
     "fit_link",
     "interface_addresses",
@@ -305,9 +308,11 @@ class Operation:
         addresses: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         nbytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         owners: typing.Any,
+        devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        streams: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
     ) -> None:
         """
-        One array, to be reduced in place, that lies in pieces.
+        One array, to be reduced in place, that lies in pieces; devices: none, or -1 for the host.
         """
     def set_reduction(
         self,
@@ -831,6 +836,16 @@ def connect(store: typing.Any, options: WorldOptions) -> Communicator:
     Joins the ranks through shared memory, and through TCP between hosts, and returns the world. Collective.
     """
 
+def copy_from_device(
+    address: typing.SupportsInt | typing.SupportsIndex,
+    nbytes: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> numpy.typing.NDArray[numpy.uint8]:
+    """
+    Memory of a device as bytes, after the work that the stream has now.
+    """
+
 def copy_streaming(
     to: typing.SupportsInt | typing.SupportsIndex,
     source: typing.SupportsInt | typing.SupportsIndex,
@@ -838,6 +853,16 @@ def copy_streaming(
 ) -> None:
     """
     Copies memory, given by addresses, past the caches.
+    """
+
+def copy_to_device(
+    address: typing.SupportsInt | typing.SupportsIndex,
+    data: typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Writes bytes to memory of a device, after the work that the stream has now.
     """
 
 def dtype_size(dtype: str) -> int:

@@ -41,12 +41,16 @@ class Pieces(NamedTuple):
         addresses: Of the pieces, in the order of the elements.
         lengths: Bytes at each address, a multiple of the element's.
         owners: Keep the memory alive; held until an operation is done.
+        devices: The device that each piece lies on, -1: the host; empty where all lie there.
+        streams: For each piece the stream that makes it, as many as `devices`.
     """
 
     dtype: str
     addresses: Sequence[int]
     lengths: Sequence[int]
     owners: object
+    devices: Sequence[int] = ()
+    streams: Sequence[int] = ()
 
 
 _PLAIN = (bool, int, float, complex, list, tuple)

@@ -52,7 +52,7 @@ def _cupy_busy() -> None:
 def _torch() -> Library:
     torch = importlib.import_module("torch")
     return Library(
-        full=lambda count, value: torch.full((count,), value, device="cuda"),
+        full=lambda count, value: torch.full((count,), value, dtype=torch.float32, device="cuda"),
         stream=lambda: torch.cuda.stream(torch.cuda.Stream()),
         busy=lambda: torch.cuda._sleep(_BUSY_CYCLES),
         copy_to_host=lambda x: x.cpu().numpy(),

@@ -1,21 +1,67 @@
 #include "binding/arrays/devices.h"
 
+#include <pybind11/numpy.h>
+
+#include <cstring>
+#include <thread>
+
 #include "base/error.h"
+#include "binding/gil.h"
+#include "device/staging.h"
 
 namespace multiring::binding {
 namespace {
 
-DeviceArrays& on_devices(Operation& operation) {
-  if (operation.on_devices == nullptr) {
-    std::string why;
-    operation.on_devices = std::make_unique<DeviceArrays>();
-    operation.on_devices->devices = find_devices(&why);
-    if (operation.on_devices->devices == nullptr) throw_usage("device memory without a driver: " + why);
-  }
-  return *operation.on_devices;
+namespace py = pybind11;
+
+std::shared_ptr<Devices> require_devices() {
+  std::string why;
+  std::shared_ptr<Devices> devices = find_devices(&why);
+  if (devices == nullptr) throw_usage("device memory without a driver: " + why);
+  return devices;
+}
+
+Buffer memory_at(std::uintptr_t address, std::size_t bytes, int device, std::uintptr_t stream) {
+  return {reinterpret_cast<std::byte*>(address), bytes, MemoryKind::kDevice, device, stream};
+}
+
+py::array_t<std::uint8_t> copy_from_device(std::uintptr_t address, std::size_t bytes, int device,
+                                           std::uintptr_t stream) {
+  py::array_t<std::uint8_t> result(static_cast<py::ssize_t>(bytes));
+  auto* const to = result.mutable_data();
+  const GilRelease release;
+  const Buffer from = memory_at(address, bytes, device, stream);
+  Staging staging(require_devices());
+  std::byte* const memory = staging.reserve(from);
+  staging.copy_to_host(from, memory);
+  staging.start();
+  while (!staging.arrived()) std::this_thread::yield();
+  std::memcpy(to, memory, bytes);
+  return result;
+}
+
+void copy_to_device(std::uintptr_t address, const py::array_t<std::uint8_t, py::array::c_style>& data,
+                    int device, std::uintptr_t stream) {
+  const auto bytes = static_cast<std::size_t>(data.nbytes());
+  const auto* const from = data.data();
+  const GilRelease release;
+  const Buffer to = memory_at(address, bytes, device, stream);
+  Staging staging(require_devices());
+  std::byte* const memory = staging.reserve(to);
+  std::memcpy(memory, from, bytes);
+  staging.copy_back(to, memory, bytes);
+  staging.finish();
 }
 
 }  // namespace
+
+DeviceArrays& arrays_on_devices(Operation& operation) {
+  if (operation.on_devices == nullptr) {
+    operation.on_devices = std::make_unique<DeviceArrays>();
+    operation.on_devices->devices = require_devices();
+  }
+  return *operation.on_devices;
+}
 
 std::shared_ptr<Devices> find_devices(std::string* why) {
   const cuda::Driver* const driver = cuda::Driver::find(why);
@@ -26,13 +72,21 @@ std::shared_ptr<Devices> find_devices(std::string* why) {
 
 void set_input(Operation& operation, const Buffer& memory) {
   operation.input = memory.address;
-  if (memory.on_device()) on_devices(operation).input = memory;
+  if (memory.on_device()) arrays_on_devices(operation).input = memory;
 }
 
 void set_output(Operation& operation, const Buffer& memory) {
   operation.output = memory.address;
   operation.output_bytes = memory.bytes;
-  if (memory.on_device()) on_devices(operation).output = memory;
+  if (memory.on_device()) arrays_on_devices(operation).output = memory;
+}
+
+void bind_devices(py::module_& module) {
+  module.def("copy_from_device", &copy_from_device, py::arg("address"), py::arg("nbytes"), py::arg("device"),
+             py::arg("stream"), "Memory of a device as bytes, after the work that the stream has now.");
+  module.def("copy_to_device", &copy_to_device, py::arg("address"), py::arg("data"), py::arg("device"),
+             py::arg("stream"),
+             "Writes bytes to memory of a device, after the work that the stream has now.");
 }
 
 }  // namespace multiring::binding

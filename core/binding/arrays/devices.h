@@ -1,5 +1,7 @@
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <memory>
 #include <string>
 
@@ -12,8 +14,13 @@ namespace multiring::binding {
 /// that can be used. Made at the first call, and never freed: arrays may be freed when the driver has ended.
 std::shared_ptr<Devices> find_devices(std::string* why);
 
+/// The devices of an operation, which has none yet or these; a usage error if there is no driver.
+DeviceArrays& arrays_on_devices(Operation& operation);
+
 /// Sets the input, or the output, of an operation to the memory of an array, on a device or not.
 void set_input(Operation& operation, const Buffer& memory);
 void set_output(Operation& operation, const Buffer& memory);
+
+void bind_devices(pybind11::module_& module);
 
 }  // namespace multiring::binding

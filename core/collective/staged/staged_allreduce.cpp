@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/cache.h"
+#include "collective/device_arrays.h"
 #include "collective/sums/rank_pointers.h"
 
 namespace multiring {
@@ -77,6 +78,7 @@ void StagedAllreduce::run() {
   for (std::size_t index = 1; index <= segments; ++index) {
     exchange_.next(call_, [&] {
       take_and_stage(index);
+      if (index >= 2) return_part(first_, segment(index - 2).end);
       reduce_slice(index - 1);
     });
   }
@@ -90,6 +92,7 @@ void StagedAllreduce::take_and_stage(std::size_t index) {
   std::byte* staging = exchange_.staging(exchange_.rank());
   const Range in = segment(index);
   const Range out = index >= 2 ? segment(index - 2) : Range{};
+  await_part(first_, in.end, exchange_, call_);
   if (in.size() != out.size()) {  // other slices as well
     for_each_staged(out, [&](Range part) { take(staging, out, part); });
     for_each_staged(in, [&](Range part) { stage(staging, in, part); });

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring import _core
 from multiring.arrays import Pieces, address_of
 from multiring.gradients.bucketing import (
     Bucket,
@@ -20,7 +21,7 @@ from multiring.gradients.bucketing import (
     itemsize,
 )
 from multiring.gradients.options import ReducerOptions
-from multiring.gradients.source import Gradient
+from multiring.gradients.source import IN_SLOT, Gradient
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
@@ -135,6 +136,7 @@ class BucketMemory:
         arena = address_of(self._arena)
         addresses: list[int] = []
         lengths: list[int] = []
+        devices: dict[int, Gradient] = {}  # by the number of the piece
         done = bucket.offset
         for slot in bucket.slots:
             buffer = elsewhere.get(slot.index)
@@ -143,12 +145,38 @@ class BucketMemory:
             if slot.offset > done:
                 addresses.append(arena + done)
                 lengths.append(slot.offset - done)
+            if buffer.device >= 0:
+                devices[len(addresses)] = buffer
             addresses.append(buffer.address)
             lengths.append(slot.nbytes)
             done = slot.offset + slot.nbytes
         addresses.append(arena + done)  # the flags at least
         lengths.append(bucket.offset + bucket.nbytes - done)
-        return Pieces(bucket.dtype, addresses, lengths, [*owners, self])
+        pieces = Pieces(bucket.dtype, addresses, lengths, [*owners, self])
+        if not devices:
+            return pieces
+        places = [devices.get(number, IN_SLOT) for number in range(len(addresses))]
+        return pieces._replace(
+            devices=[place.device for place in places], streams=[place.stream for place in places]
+        )
+
+    def read(self, index: int, elsewhere: Mapping[int, Gradient]) -> Bytes:
+        """A gradient of the round, wherever it lies: its memory, or a copy of that of a device."""
+        where = elsewhere.get(index)
+        if where is None:
+            return self.slot(index)
+        nbytes = self._specs[index].nbytes
+        if where.device < 0:
+            return bytes_at(where.address, nbytes)
+        return _core.copy_from_device(where.address, nbytes, where.device, where.stream)
+
+    def write(self, index: int, elsewhere: Mapping[int, Gradient], data: Bytes) -> None:
+        """Overwrite a gradient of the round, wherever it lies."""
+        where = elsewhere.get(index)
+        if where is None or where.device < 0:
+            self.read(index, elsewhere)[:] = data
+        else:
+            _core.copy_to_device(where.address, data, where.device, where.stream)
 
     def raise_flags(self, number: int, produced: Sequence[int], active: bool) -> None:
         """Set this rank's flags of a bucket before it leaves.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from multiring.arrays import multiply
 from multiring.errors import InternalError
 from multiring.gradients.bucket_exchange import wait_for
-from multiring.gradients.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
+from multiring.gradients.bucket_memory import BucketMemory, Bytes, numpy_array
 from multiring.gradients.bucketing import Bucket, ParameterSpec
 from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions, check_interval, check_parameters
@@ -209,7 +209,7 @@ class GradientReducer:
         self._same_data.end_round()
         for index, kept in current.kept.items():
             if not result.produced[index]:
-                self._memory_of(current, index)[:] = kept
+                self._memory.write(index, current.elsewhere, kept)
         source = None if joined else self._source()
         if source is not None:
             for index in current.absent:
@@ -326,7 +326,7 @@ class GradientReducer:
         if source is None and not joined:
             raise InternalError(f"rank {self._rank}: the source of the gradients is gone before its reducer")
         produced = [self._fetch(current, slot.index, source) for slot in bucket.slots]
-        self._same_data.add(self._memory_of(current, slot.index) for slot in bucket.slots)
+        self._same_data.add(self._memory.read(slot.index, current.elsewhere) for slot in bucket.slots)
         if self._exchange is None:
             self._memory.raise_flags(number, produced, not joined)
             if options.scale != 1.0:
@@ -357,18 +357,15 @@ class GradientReducer:
             return True
         # A gradient of an earlier round that the program keeps. It takes part, because another rank may add
         # to it now; if none does, these bits come back untouched by averaging.
-        current.kept[index] = self._memory_of(current, index).copy()
+        current.kept[index] = self._memory.read(index, current.elsewhere).copy()
         return False
-
-    def _memory_of(self, current: Round, index: int) -> Bytes:
-        """Where a gradient of the round lies."""
-        buffer = current.elsewhere.get(index)
-        return self.slot(index) if buffer is None else bytes_at(buffer.address, self.specs[index].nbytes)
 
     def _multiply(self, current: Round, bucket: Bucket, factor: float) -> None:
         for slot in bucket.slots:
-            array = self._as_array(self._memory_of(current, slot.index), bucket.dtype)
-            multiply(array, factor)
+            data = self._memory.read(slot.index, current.elsewhere)
+            multiply(self._as_array(data, bucket.dtype), factor)
+            if current.elsewhere.get(slot.index, IN_SLOT).device >= 0:
+                self._memory.write(slot.index, current.elsewhere, data)
 
     def _collect(self, current: Round) -> RoundResult:
         """Wait for the buckets, read their flags, and correct the average where ranks have joined."""

@@ -19,10 +19,14 @@ class Gradient(NamedTuple):
     Attributes:
         address: Of the first element; the elements lie in the order of the slot, without holes.
         owner: An object that keeps the memory alive.
+        device: The device that has the memory; -1: the host.
+        stream: On a device, the stream whose work so far makes the gradient.
     """
 
     address: int
     owner: object
+    device: int = -1
+    stream: int = 0
 
 
 IN_SLOT: Final = Gradient(0, None)

@@ -29,7 +29,7 @@ from multiring import _core as native
 from multiring.arrays import multiply
 from multiring.errors import UsageError
 from multiring.gradients.bucket_exchange import BucketExchange, DenseExchange, Elsewhere, Flags
-from multiring.gradients.bucket_memory import BucketMemory, Bytes, bytes_at
+from multiring.gradients.bucket_memory import BucketMemory, Bytes
 from multiring.gradients.bucketing import Bucket, ParameterSpec, itemsize
 from multiring.gradients.compression import TopK
 from multiring.gradients.options import ReducerOptions
@@ -192,7 +192,7 @@ class TopKExchange:
             begin = part.stop
             if not is_produced:
                 continue
-            self._gradient_bytes(slot.index, slot.nbytes, elsewhere).view(record.dtype)[:] = reduced[part]
+            self._memory.write(slot.index, elsewhere, reduced[part].view(np.uint8))
             if is_own:
                 self._keep(self._specs[slot.index].name, sent.rest[part])
         return produced, flags[:, record.slots]
@@ -251,15 +251,11 @@ class TopKExchange:
             begin += len(part)
             if not is_own:
                 continue
-            gradient = self._gradient_bytes(slot.index, slot.nbytes, elsewhere).view(dtype)
+            gradient = self._memory.read(slot.index, elsewhere).view(dtype)
             np.multiply(gradient, dtype.type(self._options.prescale), out=part)
             if (residual := self.residuals.get(self._specs[slot.index].name)) is not None:
                 np.add(part, residual, out=part, where=residual != 0)  # -0.0 stays what it is
         return values
-
-    def _gradient_bytes(self, index: int, nbytes: int, elsewhere: Elsewhere) -> Bytes:
-        buffer = elsewhere.get(index)
-        return self._memory.slot(index) if buffer is None else bytes_at(buffer.address, nbytes)
 
     def _keep(self, name: str, rest: Values) -> None:
         # Infinities and NaNs would never leave it. They are the first to be sent, so all ranks know of them.

@@ -93,7 +93,7 @@ class DeviceArraysTest : public ::testing::TestWithParam<TransportKind> {
 TEST_P(DeviceArraysTest, AllreduceOfAnyCount) {
   group_.run([&](Communicator& communicator) {
     const auto mine = static_cast<float>(communicator.rank() + 1);
-    for (const std::size_t count : {0, 1, 7, 1000, 100'003}) {
+    for (const std::size_t count : {0, 1, 7, 1000, 100'003, 400'003}) {
       DeviceArray x = array(communicator.rank(), filled(count, mine));
       const DeviceArray out = array(communicator.rank(), filled(count, -1));
       run(communicator, allreduce(x, out));
@@ -106,6 +106,28 @@ TEST_P(DeviceArraysTest, AllreduceOfAnyCount) {
       EXPECT_EQ(x.values(), filled(count, 12));
     }
   });
+}
+
+// Large arrays are copied in parts, while the ranks add others.
+TEST_P(DeviceArraysTest, PartsAreCopiedWhileOthersAreAdded) {
+  constexpr std::size_t kCount = 1'000'003;
+  group_.run([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), filled(kCount, 1));
+    std::vector<float> on_host = filled(kCount, 1);
+    const bool is_on_host = communicator.rank() == 2;
+    run(communicator, is_on_host ? sum_in_place(on_host) : allreduce(x, x));
+    EXPECT_EQ(is_on_host ? on_host : x.values(), filled(kCount, 3));
+    const auto work = communicator.submit(allreduce(x, x), 0, nullptr);
+    work->wait(Deadline::never(), {});
+    EXPECT_EQ(x.values(), filled(kCount, 7));  // 3, 3 and 1
+  });
+  const std::size_t bytes = kCount * sizeof(float);
+  const std::size_t parts = (bytes + Staging::part_bytes(bytes) - 1) / Staging::part_bytes(bytes);
+  EXPECT_EQ(gpu_.calls("copy_to_host"), static_cast<int>(5 * parts));
+  if (GetParam() == TransportKind::kInproc)
+    EXPECT_GT(gpu_.calls("copy_to_device"), 5);
+  else
+    EXPECT_EQ(gpu_.calls("copy_to_device"), 5);  // hosts exchange messages of the whole array
 }
 
 TEST_P(DeviceArraysTest, ManyInFlightTogetherAndAlone) {

@@ -1,4 +1,4 @@
-#include "engine/device_arrays.h"
+#include "collective/device_arrays.h"
 
 #include <chrono>
 #include <string>
@@ -7,6 +7,7 @@
 
 #include "base/text.h"
 #include "collective/kinds.h"
+#include "collective/sums/integer_average.h"
 
 namespace multiring {
 namespace {
@@ -87,31 +88,59 @@ void copy_from_devices(Operation& operation, int rank) {
   arrays.staging->start();
 }
 
-void await_copies(Operation& operation, const WaitOptions& waiting, const std::function<void()>& check) {
+void decide_on_parts(Operation& operation, const Exchange& exchange) {
   if (operation.on_devices == nullptr) return;
+  const Descriptor& descriptor = operation.descriptor;
+  // What runs then is collective/staged/staged_allreduce.h, which asks.
+  operation.on_devices->in_parts = descriptor.key.kind == OpKind::kAllreduce && exchange.size() > 1 &&
+                                   exchange.transport().shares_memory() && operation.pieces.empty() &&
+                                   descriptor.bytes >= Staging::kPartsFrom && !averages_integers(descriptor);
+}
+
+void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call) {
+  if (operation.on_devices == nullptr) return;
+  const bool in_parts = operation.on_devices->in_parts;
+  await_part(operation, in_parts ? exchange.transport().staging_bytes() : Staging::kAll, exchange, call);
+}
+
+void await_part(const Operation& operation, std::size_t end, const Exchange& exchange,
+                const OperationCall& call) {
+  if (operation.on_devices == nullptr || operation.on_devices->staging->arrived(end)) return;
   Staging& staging = *operation.on_devices->staging;
-  if (staging.arrived()) return;
-  waiting.deadline.start();
+  const WaitOptions& waiting = call.waiting;
   constexpr double kSpin = 200e-6;  // seconds; a kernel that takes longer costs less than waking up late
   constexpr double kBetweenChecks = 0.005;
   constexpr std::chrono::microseconds kPause(20);
+  waiting.deadline.start();
   double next_check = waiting.deadline.elapsed() + kBetweenChecks;
   const double spin_until = waiting.deadline.elapsed() + kSpin;
-  while (!staging.arrived()) {
+  while (!staging.arrived(end)) {
     const double now = waiting.deadline.elapsed();
     if (now > spin_until) std::this_thread::sleep_for(kPause);
     if (now < next_check) continue;
     next_check = now + kBetweenChecks;
     waiting.check_interrupt();
-    check();
+    exchange.throw_if_aborted(call);
     if (waiting.is_cancelled()) throw DeviceError(ErrorKind::kAborted, "the communicator is closed");
     if (waiting.deadline.expired())
       throw DeviceError(
           ErrorKind::kTimeout,
           "waited " + seconds_text(waiting.deadline.elapsed()) +
-              " for the device to finish the work that makes the input. Does a kernel of the program "
-              "never end? MULTIRING_TIMEOUT or the timeout argument set how long to wait");
+              " for the device to finish the work that makes the input. Does a kernel of the program never "
+              "end? MULTIRING_TIMEOUT or the timeout argument set how long to wait");
   }
+}
+
+void return_part(const Operation& operation, std::size_t end) {
+  if (operation.on_devices == nullptr || !operation.on_devices->output.on_device()) return;
+  DeviceArrays& arrays = *operation.on_devices;
+  if (end < arrays.returned + Staging::part_bytes(arrays.output.bytes) && end < arrays.output.bytes) return;
+  if (end <= arrays.returned) return;
+  Buffer part = arrays.output;
+  part.address += arrays.returned;
+  part.bytes = end - arrays.returned;
+  arrays.staging->copy_back(part, operation.output + arrays.returned, part.bytes);
+  arrays.returned = end;
 }
 
 void copy_to_devices(Operation& operation, int rank) {
@@ -120,8 +149,7 @@ void copy_to_devices(Operation& operation, int rank) {
   const Descriptor& descriptor = operation.descriptor;
   const bool is_there = is_broadcast(descriptor) && descriptor.key.root == rank &&
                         arrays.input.address == arrays.output.address;
-  if (arrays.output.on_device() && !is_there)
-    arrays.staging->copy_back(arrays.output, operation.output, operation.output_bytes);
+  if (!is_there) return_part(operation, arrays.output.bytes);
   for (std::size_t i = 0; i < arrays.pieces.size(); ++i)
     if (arrays.pieces[i].on_device())
       arrays.staging->copy_back(arrays.pieces[i], operation.pieces[i].output, arrays.pieces[i].bytes);

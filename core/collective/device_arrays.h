@@ -1,0 +1,33 @@
+#pragma once
+
+#include "collective/exchange.h"
+#include "collective/operation.h"
+
+namespace multiring {
+
+// Where the arrays of an operation lie on devices, this is how it reaches them: the one place that copies
+// them to host memory and back, whatever the operation does. Each does nothing for an operation without such
+// arrays.
+
+/// In the thread that issues the operation, when it has been checked: asks for copies of what it reads,
+/// ordered after the program's work so far, and lets the operation work on these.
+void copy_from_devices(Operation& operation, int rank);
+
+/// Before the operation runs: whether it asks for its arrays part by part, so that they are copied while it
+/// runs.
+void decide_on_parts(Operation& operation, const Exchange& exchange);
+
+/// Before the operation runs: returns when the copies, or the first of them, are there. Raises the error of a
+/// peer, a timeout error, or a DeviceError.
+void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call);
+
+/// In an operation that asks part by part: before it reads the input up to `end`.
+void await_part(const Operation& operation, std::size_t end, const Exchange& exchange,
+                const OperationCall& call);
+/// The same: what the output has up to `end` is final.
+void return_part(const Operation& operation, std::size_t end);
+
+/// When it has run: returns when the results are on their devices.
+void copy_to_devices(Operation& operation, int rank);
+
+}  // namespace multiring
