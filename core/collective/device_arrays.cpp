@@ -79,9 +79,10 @@ void copy_from_devices(Operation& operation, int rank) {
   arrays.staging = std::make_unique<Staging>(arrays.devices);
   if (arrays.input.on_device()) {
     stage_input(operation, arrays, rank);
-    operation.result.allocate_by([devices = arrays.devices, device = arrays.input.device](std::size_t bytes) {
+    arrays.allocate_result = [devices = arrays.devices, device = arrays.input.device](std::size_t bytes) {
       return devices->pinned(device, bytes);
-    });
+    };
+    operation.result.allocate_by(&arrays.allocate_result);
   }
   if (arrays.output.on_device()) stage_output(operation, arrays);
   stage_pieces(operation, arrays);

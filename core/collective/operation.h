@@ -15,28 +15,32 @@
 
 namespace multiring {
 
-/// Memory for a result whose size is known only after the ranks have compared descriptors.
+/// Memory for a result whose size is known only after the ranks have compared descriptors. Small while there
+/// is none, because every operation has one.
 class ResultBuffer {
  public:
   using Allocate = std::function<std::shared_ptr<std::byte>(std::size_t bytes)>;
 
-  /// Where memory comes from; plain host memory if this is not called.
-  void allocate_by(Allocate allocate) { allocate_ = std::move(allocate); }
+  /// Where memory comes from; plain host memory if this is not called. `allocate` has to stay.
+  void allocate_by(const Allocate* allocate) { allocate_ = allocate; }
   void allocate(std::size_t bytes) {
-    buffer_.bytes = bytes;
-    memory_ = allocate_ ? allocate_(bytes) : host_memory(bytes);
-    buffer_.address = memory_.get();
+    replace(allocate_ != nullptr ? (*allocate_)(bytes) : host_memory(bytes), {.bytes = bytes});
   }
-  /// The result lies elsewhere from now on.
+  /// The result lies in `memory` from now on, which `buffer` describes but for its address.
   void replace(std::shared_ptr<std::byte> memory, const Buffer& buffer) {
-    memory_ = std::move(memory);
-    buffer_ = buffer;
+    contents_ = std::make_unique<Contents>(Contents{std::move(memory), buffer});
+    contents_->buffer.address = contents_->memory.get();
   }
-  std::byte* data() const { return buffer_.address; }
-  std::size_t bytes() const { return buffer_.bytes; }
-  const Buffer& buffer() const { return buffer_; }
+  std::byte* data() const { return contents_ == nullptr ? nullptr : contents_->buffer.address; }
+  std::size_t bytes() const { return contents_ == nullptr ? 0 : contents_->buffer.bytes; }
+  Buffer buffer() const { return contents_ == nullptr ? Buffer{} : contents_->buffer; }
 
  private:
+  struct Contents {
+    std::shared_ptr<std::byte> memory;
+    Buffer buffer;
+  };
+
   static std::shared_ptr<std::byte> host_memory(std::size_t bytes) {
     constexpr std::size_t kLine = 64;
     auto* const made = static_cast<std::byte*>(
@@ -45,9 +49,8 @@ class ResultBuffer {
     return {made, [](std::byte* memory) { std::free(memory); }};
   }
 
-  Allocate allocate_;
-  std::shared_ptr<std::byte> memory_;
-  Buffer buffer_;
+  const Allocate* allocate_ = nullptr;
+  std::unique_ptr<Contents> contents_;
 };
 
 /// The arrays of an operation that lie on devices: there is one at least. The operation itself runs on host
@@ -56,9 +59,10 @@ struct DeviceArrays {
   std::shared_ptr<Devices> devices;
   Buffer input;  ///< host memory, as is `output`, where it is not on a device
   Buffer output;
-  std::vector<Buffer> pieces;        ///< as many as Operation::pieces, or none
-  bool in_parts = false;     ///< the operation asks for its input, and gives its output, part by part
-  std::size_t returned = 0;  ///< bytes of the output that are on their way back
+  std::vector<Buffer> pieces;  ///< as many as Operation::pieces, or none
+  ResultBuffer::Allocate allocate_result;
+  bool in_parts = false;             ///< the operation asks for its input, and gives its output, part by part
+  std::size_t returned = 0;          ///< bytes of the output that are on their way back
   std::unique_ptr<Staging> staging;  ///< from when the operation is given to a communicator until it is done
 };
 

@@ -22,14 +22,14 @@ namespace multiring {
 /// Calls come one at a time, from any thread, in the order of the members.
 class MULTIRING_API Staging : Immovable {
  public:
-  /// Arrays of so many bytes or more are copied in parts, each of which can be waited for.
-  static constexpr std::size_t kPartsFrom = std::size_t{1} << 20;
+  /// Arrays of so many bytes or more are copied in parts, each of which can be waited for. With smaller ones
+  /// the ranks wait longer for one another's parts than the copies take.
+  static constexpr std::size_t kPartsFrom = std::size_t{8} << 20;
+  static constexpr std::size_t kMaxPart = kPartsFrom / 2;
   static constexpr std::size_t kAll = ~std::size_t{0};
 
-  /// Bytes of a part: a few parts of a small array are under way at once, and a part of a large one takes far
-  /// longer than to ask for it.
   static constexpr std::size_t part_bytes(std::size_t bytes) {
-    return bytes < kPartsFrom ? bytes : std::clamp(bytes / 8, kPartsFrom / 4, 4 * kPartsFrom);
+    return bytes < kPartsFrom ? bytes : std::min(bytes / 8, kMaxPart);
   }
 
   explicit Staging(std::shared_ptr<Devices> devices) : devices_(std::move(devices)) {}

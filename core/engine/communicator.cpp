@@ -100,7 +100,7 @@ void Communicator::run(Operation& operation, const CallOptions& options) {
   throw_if_abandoned();
   complete(operation);
   validate(operation, rank(), size(), name());
-  take_from_devices(operation);
+  if (operation.on_devices != nullptr) take_from_devices(operation);
   const OperationLock operation_lock(*this, operation, options);
   execute(operation, operation_lock.options());
 }
@@ -172,7 +172,6 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
 
 // Before an operation waits for others: what the program does with its arrays from here on may not count.
 void Communicator::take_from_devices(Operation& operation) {
-  if (operation.on_devices == nullptr) return;
   try {
     copy_from_devices(operation, rank());
   } catch (const DeviceError& error) {
@@ -201,20 +200,18 @@ void Communicator::run_on_host(const OperationCall& call, std::span<Operation* c
   }
 }
 
+// Every collective passes here, or in the next function, on any thread: tracing belongs here.
 void Communicator::dispatch(const OperationCall& call, Operation& operation) {
+  const OpTraits& traits = traits_of(operation.descriptor);
+  if (traits.run == nullptr)
+    throw Error(ErrorKind::kInternal, "no collective: " + describe(operation.descriptor));
+  if (operation.on_devices == nullptr) return traits.run(exchange_, call, operation);
   Operation* const operations[] = {&operation};
-  dispatch(call, operations);
+  run_on_host(call, operations, [&] { traits.run(exchange_, call, operation); });
 }
 
-// Every collective passes here, on any thread: tracing belongs here.
-void Communicator::dispatch(const OperationCall& call, std::span<Operation* const> operations) {
-  run_on_host(call, operations, [&] {
-    if (operations.size() > 1) return fused_allreduce(exchange_, call, operations);
-    const OpTraits& traits = traits_of(operations[0]->descriptor);
-    if (traits.run == nullptr)
-      throw Error(ErrorKind::kInternal, "no collective: " + describe(operations[0]->descriptor));
-    traits.run(exchange_, call, *operations[0]);
-  });
+void Communicator::dispatch_fused(const OperationCall& call, std::span<Operation* const> operations) {
+  run_on_host(call, operations, [&] { fused_allreduce(exchange_, call, operations); });
 }
 
 OperationCall Communicator::make_call(const Descriptor& descriptor, const CallOptions& options,
@@ -259,7 +256,7 @@ void Communicator::prepare(Operation& operation) {
   throw_if_abandoned();
   complete(operation);
   validate(operation, rank(), size(), name());
-  take_from_devices(operation);
+  if (operation.on_devices != nullptr) take_from_devices(operation);
   operation.descriptor.asynchronous = true;
 }
 
@@ -305,7 +302,7 @@ void Communicator::run_point_to_point(Operation& operation, const CallOptions& o
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
   }
-  take_from_devices(operation);
+  if (operation.on_devices != nullptr) take_from_devices(operation);
   std::function<void(double)> stalled;
   OperationCall call = make_call(operation.descriptor, options, stalled);
   if (options.timeout > options_.timeout) call.waiting.stalled = nullptr;  // who says so expects to wait

@@ -163,7 +163,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
                           std::function<void(double)>& stalled);
   void execute(Operation& operation, const CallOptions& options);
   void dispatch(const OperationCall& call, Operation& operation);
-  void dispatch(const OperationCall& call, std::span<Operation* const> operations);
+  void dispatch_fused(const OperationCall& call, std::span<Operation* const> operations);
   template <class Body>
   void run_on_host(const OperationCall& call, std::span<Operation* const> operations, const Body& body);
   void start_progress();

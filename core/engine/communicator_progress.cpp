@@ -90,7 +90,7 @@ void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, 
   fused.submitted = submitted;
   const OperationCall call = make_call(fused, {}, stalled);
   exchange_.throw_if_aborted(call);
-  dispatch(call, operations);
+  dispatch_fused(call, operations);
 }
 
 void Communicator::remove_finished(const std::vector<std::shared_ptr<Work>>& chosen) {

@@ -110,7 +110,7 @@ TEST_P(DeviceArraysTest, AllreduceOfAnyCount) {
 
 // Large arrays are copied in parts, while the ranks add others.
 TEST_P(DeviceArraysTest, PartsAreCopiedWhileOthersAreAdded) {
-  constexpr std::size_t kCount = 1'000'003;
+  constexpr std::size_t kCount = 2'100'003;
   group_.run([&](Communicator& communicator) {
     const DeviceArray x = array(communicator.rank(), filled(kCount, 1));
     std::vector<float> on_host = filled(kCount, 1);
