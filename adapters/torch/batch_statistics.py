@@ -35,7 +35,7 @@ def global_statistics(x: Tensor, comm: Communicator, label: str) -> Statistics:
         variance, mean = torch.var_mean(x.to(_working_dtype(x)), axes, correction=0)
     row = moments_row(count, mean.double().cpu().numpy(), variance.double().cpu().numpy())
     samples, total_mean, total_variance = combine_moments(comm.allgather(row, name=f"{label} forward"))
-    return Statistics(samples, torch.from_numpy(total_mean), torch.from_numpy(total_variance))
+    return Statistics(samples, *(torch.from_numpy(t).to(x.device) for t in (total_mean, total_variance)))
 
 
 class Normalise(torch.autograd.Function):

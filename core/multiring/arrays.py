@@ -140,7 +140,9 @@ def empty_like(x: Array) -> Array:
     if make is not None:
         return make(x)
     if hasattr(x, "__cuda_array_interface__"):
-        raise UsageError(f"there is no function that makes a new {type(x).__name__}; pass out=")
+        raise UsageError(
+            f"there is no function that makes a new {type(x).__name__}; pass out=, for example a NumPy array"
+        )
     # NumPy would take bytes for a text.
     return np.empty_like(np.asarray(memoryview(x) if isinstance(x, _BYTES) else x))
 

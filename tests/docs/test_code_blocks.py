@@ -29,6 +29,7 @@ RUN_ELSEWHERE = {
 COMPILED = {
     ("docs/clusters.md", 0): "needs ranks that mpirun has started",
     ("docs/clusters.md", 1): "needs a Ray cluster",
+    ("docs/devices.md", 0): "needs a GPU",
 }
 FOLDERS = "adapters|benchmarks|ci|core|docs|examples|integrations|models|tests"
 # Names that stand for the reader's own files.

@@ -137,3 +137,25 @@ def test_top_k_compression(comm: Communicator) -> None:
             gathered = comm.allgather(parameter.grad.reshape(1, -1))
             assert torch.equal(gathered[0], gathered[1])
     hooks.remove()
+
+
+@on_ranks(2)
+def test_sync_batchnorm(comm: Communicator) -> None:
+    """As over the whole batch in one process."""
+    torch.manual_seed(3)
+    layer = nn.BatchNorm1d(20).cuda()
+    whole = nn.BatchNorm1d(20)
+    synchronised = multiring.torch.convert_sync_batchnorm(layer, comm)
+    x, _ = _data(comm.rank)
+    x = x.cuda().requires_grad_()
+    every = torch.cat([_data(rank)[0] for rank in range(comm.size)]).requires_grad_()
+    (synchronised(x) ** 3).sum().backward()
+    (whole(every) ** 3).sum().backward()
+    assert x.grad is not None
+    assert every.grad is not None
+    mine = slice(16 * comm.rank, 16 * (comm.rank + 1))
+    np.testing.assert_allclose(x.grad.cpu(), every.grad[mine], rtol=1e-3, atol=1e-4)
+    assert isinstance(synchronised, nn.BatchNorm1d | multiring.torch.SyncBatchNorm)
+    assert synchronised.running_var is not None
+    assert whole.running_var is not None
+    np.testing.assert_allclose(synchronised.running_var.cpu(), whole.running_var, rtol=1e-4)
