@@ -33,8 +33,8 @@ class Communicator(Collectives):
     Semantics shared by all collectives:
 
     - Arrays come in by buffer protocol or DLPack without a copy, and results are of the same kind as the
-      input. Arrays that are not contiguous are copied. `out` may be the input itself where it fits, but must
-      not overlap it otherwise.
+      input. Arrays that are not contiguous are copied, and so are those on CUDA devices, to host memory and
+      back (docs/devices.md). `out` may be the input itself where it fits, but must not overlap it otherwise.
     - Reductions combine in one canonical order, a balanced binary tree over the rank numbers, so the bits of
       a result depend on the inputs and the number of ranks only, and are the same on all ranks. Where an
       allreduce crosses hosts in half precision (`comm_dtype`), or may add in any order (`order`), they
