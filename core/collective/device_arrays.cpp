@@ -89,13 +89,14 @@ void copy_from_devices(Operation& operation, int rank) {
   arrays.staging->start();
 }
 
-void decide_on_parts(Operation& operation, const Exchange& exchange) {
+void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone) {
   if (operation.on_devices == nullptr) return;
   const Descriptor& descriptor = operation.descriptor;
   // What runs then is collective/staged/staged_allreduce.h, which asks.
-  operation.on_devices->in_parts = descriptor.key.kind == OpKind::kAllreduce && exchange.size() > 1 &&
-                                   exchange.transport().shares_memory() && operation.pieces.empty() &&
-                                   descriptor.bytes >= Staging::kPartsFrom && !averages_integers(descriptor);
+  operation.on_devices->in_parts = alone && descriptor.key.kind == OpKind::kAllreduce &&
+                                   exchange.size() > 1 && exchange.transport().shares_memory() &&
+                                   operation.pieces.empty() && descriptor.bytes >= Staging::kPartsFrom &&
+                                   !averages_integers(descriptor);
 }
 
 void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call) {

@@ -13,9 +13,9 @@ namespace multiring {
 /// ordered after the program's work so far, and lets the operation work on these.
 void copy_from_devices(Operation& operation, int rank);
 
-/// Before the operation runs: whether it asks for its arrays part by part, so that they are copied while it
-/// runs.
-void decide_on_parts(Operation& operation, const Exchange& exchange);
+/// Before the operation runs, each time: whether it asks for its arrays part by part, so that they are copied
+/// while it runs. `alone`: it is not fused with others.
+void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone);
 
 /// Before the operation runs: returns when the copies, or the first of them, are there. Raises the error of a
 /// peer, a timeout error, or a DeviceError.

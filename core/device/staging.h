@@ -26,10 +26,11 @@ class MULTIRING_API Staging : Immovable {
   /// the ranks wait longer for one another's parts than the copies take.
   static constexpr std::size_t kPartsFrom = std::size_t{8} << 20;
   static constexpr std::size_t kMaxPart = kPartsFrom / 2;
+  static constexpr std::size_t kPartAlignment = std::size_t{64} << 10;
   static constexpr std::size_t kAll = ~std::size_t{0};
 
   static constexpr std::size_t part_bytes(std::size_t bytes) {
-    return bytes < kPartsFrom ? bytes : std::min(bytes / 8, kMaxPart);
+    return bytes < kPartsFrom ? bytes : std::min(bytes / 8 / kPartAlignment * kPartAlignment, kMaxPart);
   }
 
   explicit Staging(std::shared_ptr<Devices> devices) : devices_(std::move(devices)) {}

@@ -191,8 +191,10 @@ void Communicator::run_on_host(const OperationCall& call, std::span<Operation* c
   const auto is_on_host = [](const Operation* operation) { return operation->on_devices == nullptr; };
   if (std::ranges::all_of(operations, is_on_host)) return body();
   try {
-    if (operations.size() == 1) decide_on_parts(*operations[0], exchange_);
-    for (Operation* operation : operations) await_copies(*operation, exchange_, call);
+    for (Operation* operation : operations) {
+      decide_on_parts(*operation, exchange_, operations.size() == 1);
+      await_copies(*operation, exchange_, call);
+    }
     body();
     for (Operation* operation : operations) copy_to_devices(*operation, rank());
   } catch (const DeviceError& error) {
