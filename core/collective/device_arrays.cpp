@@ -71,6 +71,19 @@ void return_result(Operation& operation, DeviceArrays& arrays) {
   operation.result.replace(memory, there);
 }
 
+/// In parts of some size, but for the last.
+void return_up_to(const Operation& operation, std::size_t end) {
+  DeviceArrays& arrays = *operation.on_devices;
+  if (!arrays.output.on_device()) return;
+  if (end < arrays.returned + Staging::part_bytes(arrays.output.bytes) && end < arrays.output.bytes) return;
+  if (end <= arrays.returned) return;
+  Buffer part = arrays.output;
+  part.address += arrays.returned;
+  part.bytes = end - arrays.returned;
+  arrays.staging->copy_back(part, operation.output + arrays.returned, part.bytes);
+  arrays.returned = end;
+}
+
 }  // namespace
 
 void copy_from_devices(Operation& operation, int rank) {
@@ -123,6 +136,10 @@ void await_part(const Operation& operation, std::size_t end, const Exchange& exc
     next_check = now + kBetweenChecks;
     waiting.check_interrupt();
     exchange.throw_if_aborted(call);
+    // A peer that has ended would be noticed when it is waited for; by then it may be long gone.
+    if (is_collective(operation.descriptor.key.kind))
+      if (const WaitResult ended = exchange.transport().find_ended(); !ended.ok())
+        exchange.throw_in_progress(call, ended, ended.peer);
     if (waiting.is_cancelled()) throw DeviceError(ErrorKind::kAborted, "the communicator is closed");
     if (waiting.deadline.expired())
       throw DeviceError(
@@ -134,15 +151,8 @@ void await_part(const Operation& operation, std::size_t end, const Exchange& exc
 }
 
 void return_part(const Operation& operation, std::size_t end) {
-  if (operation.on_devices == nullptr || !operation.on_devices->output.on_device()) return;
-  DeviceArrays& arrays = *operation.on_devices;
-  if (end < arrays.returned + Staging::part_bytes(arrays.output.bytes) && end < arrays.output.bytes) return;
-  if (end <= arrays.returned) return;
-  Buffer part = arrays.output;
-  part.address += arrays.returned;
-  part.bytes = end - arrays.returned;
-  arrays.staging->copy_back(part, operation.output + arrays.returned, part.bytes);
-  arrays.returned = end;
+  // Of operations that run together `end` is no place in the first one.
+  if (operation.on_devices != nullptr && operation.on_devices->in_parts) return_up_to(operation, end);
 }
 
 void copy_to_devices(Operation& operation, int rank) {
@@ -151,13 +161,17 @@ void copy_to_devices(Operation& operation, int rank) {
   const Descriptor& descriptor = operation.descriptor;
   const bool is_there = is_broadcast(descriptor) && descriptor.key.root == rank &&
                         arrays.input.address == arrays.output.address;
-  if (!is_there) return_part(operation, arrays.output.bytes);
+  if (!is_there) return_up_to(operation, arrays.output.bytes);
   for (std::size_t i = 0; i < arrays.pieces.size(); ++i)
     if (arrays.pieces[i].on_device())
       arrays.staging->copy_back(arrays.pieces[i], operation.pieces[i].output, arrays.pieces[i].bytes);
   arrays.staging->finish();
   if (arrays.input.on_device() && operation.result.data() != nullptr) return_result(operation, arrays);
   arrays.staging.reset();
+}
+
+void abandon_copies(Operation& operation) {
+  if (operation.on_devices != nullptr) operation.on_devices->staging.reset();
 }
 
 }  // namespace multiring

@@ -30,4 +30,7 @@ void return_part(const Operation& operation, std::size_t end);
 /// When it has run: returns when the results are on their devices.
 void copy_to_devices(Operation& operation, int rank);
 
+/// When it has failed: returns when no copy writes to the program's arrays any more.
+void abandon_copies(Operation& operation);
+
 }  // namespace multiring

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <functional>
 #include <iterator>
 #include <utility>
 
@@ -21,14 +20,20 @@ std::size_t pinned_size(std::size_t bytes) {
 
 Devices::Current::Current(Devices& devices, int device) : driver_(devices.driver()) {
   driver_.check(driver_.context_push(devices.get(device).context), cuda::on("cuCtxPushCurrent", device));
+  driver_.exchange_capture_mode(&capture_mode_);
 }
 
 Devices::Current::~Current() {
+  driver_.exchange_capture_mode(&capture_mode_);
   cuda::Context popped = nullptr;
   driver_.context_pop(&popped);
 }
 
 Devices::Device& Devices::get(int device) {
+  if (is_forked())
+    throw DeviceError(ErrorKind::kUsage,
+                      "a process that was forked from one that has used CUDA cannot use it; start workers "
+                      "with spawn");
   const std::lock_guard lock(mutex_);
   const auto found = devices_.find(device);
   // An element of a map stays where it is.
@@ -70,7 +75,8 @@ void Devices::locate(Buffer& buffer) const {
 // Memory that is kept would keep this, and this keeps the memory.
 std::shared_ptr<std::byte> Devices::share(int device, std::byte* memory, std::size_t bytes) {
   return {memory, [weak = weak_from_this(), device, bytes](std::byte* back) {
-            if (const auto self = weak.lock()) self->take_back(device, back, bytes);
+            if (const auto self = weak.lock(); self && !self->is_forked())
+              self->take_back(device, back, bytes);
           }};
 }
 
@@ -88,27 +94,50 @@ std::shared_ptr<std::byte> Devices::pinned(int device, std::size_t bytes) {
     }
   }
   if (taken.second != nullptr) return share(device, taken.second, taken.first);
+  return share(device, allocate_pinned(device, size), size);
+}
+
+std::byte* Devices::allocate_pinned(int device, std::size_t bytes) {
   const Current current(*this, device);
   void* made = nullptr;
-  driver_.check(driver_.host_alloc(&made, size, cuda::kHostAllocPortable),
-                "cuMemHostAlloc of " + std::to_string(size) + " bytes of pinned host memory");
-  return share(device, static_cast<std::byte*>(made), size);
+  cuda::Result result = driver_.host_alloc(&made, bytes, cuda::kHostAllocPortable);
+  if (result == cuda::kOutOfMemory) {
+    free_pinned(device, take_largest_idle(0));
+    result = driver_.host_alloc(&made, bytes, cuda::kHostAllocPortable);
+  }
+  driver_.check(result, "cuMemHostAlloc of " + std::to_string(bytes) + " bytes of pinned host memory");
+  return static_cast<std::byte*>(made);
+}
+
+/// Until no more bytes are idle.
+std::vector<std::byte*> Devices::take_largest_idle(std::size_t until) {
+  std::vector<std::byte*> taken;
+  const std::lock_guard lock(mutex_);
+  while (idle_bytes_ > until) {
+    const auto largest = std::prev(idle_.end());
+    taken.push_back(largest->second);
+    idle_bytes_ -= largest->first;
+    idle_.erase(largest);
+  }
+  return taken;
+}
+
+void Devices::free_pinned(int device, std::span<std::byte* const> blocks) {
+  if (blocks.empty()) return;
+  try {
+    const Current current(*this, device);
+    for (std::byte* const block : blocks) driver_.host_free(block);
+  } catch (const DeviceError&) {  // the device has failed, or the driver has ended: so has its memory
+  }
 }
 
 void Devices::take_back(int device, std::byte* memory, std::size_t bytes) {
   {
     const std::lock_guard lock(mutex_);
-    if (idle_bytes_ + bytes <= kMaxIdleBytes) {
-      idle_bytes_ += bytes;
-      idle_.emplace(bytes, memory);
-      return;
-    }
+    idle_bytes_ += bytes;
+    idle_.emplace(bytes, memory);
   }
-  try {
-    const Current current(*this, device);
-    driver_.host_free(memory);
-  } catch (const DeviceError&) {  // the device has failed, or the driver has ended: so has its memory
-  }
+  free_pinned(device, take_largest_idle(kMaxIdleBytes));
 }
 
 void Devices::keep_until(int device, cuda::Event event, std::vector<std::shared_ptr<std::byte>> memory) {
@@ -116,18 +145,20 @@ void Devices::keep_until(int device, cuda::Event event, std::vector<std::shared_
   kept_.push_back({device, event, std::move(memory)});
 }
 
+// Without the lock, which giving memory back takes. What cannot be told to be complete is kept.
 void Devices::release_kept() {
-  std::vector<Kept> released;  // without the lock, which giving memory back takes
+  std::vector<Kept> kept;
   {
     const std::lock_guard lock(mutex_);
-    const auto complete = [this](const Kept& kept) {
-      return driver_.event_query(kept.event) != cuda::kNotReady;
-    };
-    const auto first = std::stable_partition(kept_.begin(), kept_.end(), std::not_fn(complete));
-    std::move(first, kept_.end(), std::back_inserter(released));
-    kept_.erase(first, kept_.end());
+    kept.swap(kept_);
   }
-  for (const Kept& kept : released) release_event(kept.device, kept.event);
+  for (Kept& each : kept) {
+    const Current current(*this, each.device);
+    if (driver_.event_query(each.event) == cuda::kSuccess)
+      release_event(each.device, each.event);
+    else
+      keep_until(each.device, each.event, std::move(each.memory));
+  }
 }
 
 std::shared_ptr<std::byte> Devices::device_memory(int device, std::size_t bytes) {
@@ -136,6 +167,7 @@ std::shared_ptr<std::byte> Devices::device_memory(int device, std::size_t bytes)
   driver_.check(driver_.memory_alloc(&made, std::max<std::size_t>(bytes, 1)),
                 cuda::on("cuMemAlloc", device) + " of " + std::to_string(bytes) + " bytes");
   return {reinterpret_cast<std::byte*>(made), [self = shared_from_this(), device](std::byte* memory) {
+            if (self->is_forked()) return;
             try {
               const Current its(*self, device);
               self->driver_.memory_free(reinterpret_cast<cuda::Pointer>(memory));

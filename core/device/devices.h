@@ -1,10 +1,13 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -38,7 +41,8 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
   /// Memory of a device; freed, once the device is idle, when the last reference is gone.
   std::shared_ptr<std::byte> device_memory(int device, std::size_t bytes);
 
-  /// Makes a device's context the calling thread's while it lives.
+  /// Makes a device's context the calling thread's while it lives, in which a capture of the program's does
+  /// not forbid calls.
   class Current : Immovable {
    public:
     Current(Devices& devices, int device);
@@ -46,6 +50,7 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
 
    private:
     const cuda::Driver& driver_;
+    int capture_mode_ = cuda::kCaptureRelaxed;
   };
 
   /// Copies to the host and to the device have a stream each, so that they do not wait for one another.
@@ -75,8 +80,14 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
   std::shared_ptr<std::byte> share(int device, std::byte* memory, std::size_t bytes);
   void take_back(int device, std::byte* memory, std::size_t bytes);
   void release_kept();
+  std::byte* allocate_pinned(int device, std::size_t bytes);
+  void free_pinned(int device, std::span<std::byte* const> blocks);
+  std::vector<std::byte*> take_largest_idle(std::size_t until);
+  /// A child of a fork has no driver.
+  bool is_forked() const { return ::getpid() != process_; }
 
   const cuda::Driver& driver_;
+  const pid_t process_ = ::getpid();
   std::mutex mutex_;  // guards all below; no other lock is taken while it is held
   std::map<int, Device> devices_;
   std::multimap<std::size_t, std::byte*> idle_;  // pinned memory by its size

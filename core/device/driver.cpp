@@ -39,6 +39,7 @@ bool find_functions(void* library, Driver* driver, std::string* missing) {
   find("cuDevicePrimaryCtxRetain", &driver->primary_context_retain);
   find("cuCtxPushCurrent_v2", &driver->context_push);
   find("cuCtxPopCurrent_v2", &driver->context_pop);
+  find("cuThreadExchangeStreamCaptureMode", &driver->exchange_capture_mode);
   find("cuPointerGetAttributes", &driver->pointer_attributes);
   find("cuStreamCreate", &driver->stream_create);
   find("cuStreamWaitEvent", &driver->stream_wait_event);

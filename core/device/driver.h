@@ -31,8 +31,16 @@ using Event = struct CUevent_st*;
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
 inline constexpr Result kOutOfMemory = 2;
+inline constexpr Result kInvalidContext = 201;
+inline constexpr Result kInvalidHandle = 400;
 inline constexpr Result kNotReady = 600;
 inline constexpr Result kIllegalAddress = 700;
+
+/// Whether a call was refused because a stream is being captured (cudaErrorStreamCapture...).
+constexpr bool is_of_capture(Result result) { return result >= 900 && result <= 907; }
+
+/// CU_STREAM_CAPTURE_MODE_RELAXED: a capture elsewhere in the process forbids this thread nothing.
+inline constexpr int kCaptureRelaxed = 2;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
@@ -56,6 +64,7 @@ struct MULTIRING_API Driver {
   Result (*primary_context_retain)(Context* context, Device device);
   Result (*context_push)(Context context);
   Result (*context_pop)(Context* context);
+  Result (*exchange_capture_mode)(int* mode);
   Result (*pointer_attributes)(unsigned count, PointerAttribute* attributes, void** values, Pointer pointer);
   Result (*stream_create)(Stream* stream, unsigned flags);
   Result (*stream_wait_event)(Stream stream, Event event, unsigned flags);

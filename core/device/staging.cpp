@@ -16,7 +16,9 @@ Staging::~Staging() {
   try {
     start();
     finish();
-  } catch (const DeviceError&) {  // a device that fails copies nothing
+  } catch (const DeviceError&) {
+    // No event tells when a copy is done that may be under way, so its memory never serves again.
+    new std::vector<std::shared_ptr<std::byte>>(memory_);
   }
   for (const Recorded& each : arrival_) devices_->keep_until(each.device, each.event, memory_);
   for (const Recorded& each : before_) devices_->release_event(each.device, each.event);
@@ -40,7 +42,12 @@ void Staging::order_after(const Buffer& array) {
   const Devices::Current current(*devices_, array.device);
   int capturing = 0;
   const cuda::Result result = devices_->driver().stream_is_capturing(stream, &capturing);
-  if (capturing != 0)
+  if (result == cuda::kInvalidContext || result == cuda::kInvalidHandle)
+    throw DeviceError(ErrorKind::kUsage,
+                      "the array on device " + std::to_string(array.device) +
+                          " names a stream of another device; make its device the current one, so that its "
+                          "library names a stream of that");
+  if (capturing != 0 || cuda::is_of_capture(result))
     throw DeviceError(ErrorKind::kUsage,
                       "the stream of the array on device " + std::to_string(array.device) +
                           " is being captured into a graph, which an operation that needs the "
@@ -90,6 +97,14 @@ void Staging::start() {
 }
 
 bool Staging::arrived(std::size_t bytes) {
+  for (Recorded& before : before_) {
+    if (before.is_complete) continue;
+    const Devices::Current current(*devices_, before.device);
+    const cuda::Result result = devices_->driver().event_query(before.event);
+    if (result == cuda::kNotReady) return false;
+    devices_->driver().check(result, cuda::on("the work before the operation", before.device));
+    before.is_complete = true;
+  }
   while (!arrival_.empty() && arrived_ < bytes) {
     const Recorded& arrival = arrival_.front();
     const Devices::Current current(*devices_, arrival.device);

@@ -45,8 +45,8 @@ class MULTIRING_API Staging : Immovable {
   /// To be called when all copies have been asked for.
   void start();
 
-  /// Whether the first `bytes` of what was asked for are there. Raises a DeviceError if the device has
-  /// failed.
+  /// Whether the work that arrays wait for is done, and the first `bytes` of the copies to the host are
+  /// there: then no copy back waits for the program. Raises a DeviceError if the device has failed.
   bool arrived(std::size_t bytes = kAll);
 
   /// Asks for a copy of host memory, pinned or not, to the array.
@@ -60,6 +60,7 @@ class MULTIRING_API Staging : Immovable {
     cuda::Stream stream;
     cuda::Event event;
     bool down_waits = false;
+    bool is_complete = false;
     std::size_t end = 0;  // bytes that are there with this event
   };
 

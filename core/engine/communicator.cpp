@@ -198,7 +198,11 @@ void Communicator::run_on_host(const OperationCall& call, std::span<Operation* c
     body();
     for (Operation* operation : operations) copy_to_devices(*operation, rank());
   } catch (const DeviceError& error) {
+    for (Operation* operation : operations) abandon_copies(*operation);
     exchange_.throw_within(call, error, "");
+  } catch (...) {
+    for (Operation* operation : operations) abandon_copies(*operation);
+    throw;
   }
 }
 

@@ -232,6 +232,9 @@ bool ArrayView::take_cuda_interface(py::handle object, bool writable, const Devi
   const auto dtype = typestr_dtype(interface["typestr"].cast<std::string>());
   const bool has_dlpack = py::hasattr(object, "__dlpack__");
   if (!dtype || (has_dlpack && !interface.contains("stream"))) return false;
+  if (interface.contains("mask") && !interface["mask"].is_none())
+    throw_usage("an array of type " + type_name(object) +
+                " has a mask, which is not looked at; fill it first");
   const auto data = interface["data"].cast<py::tuple>();
   if (writable && data[1].cast<bool>()) throw_usage("cannot write to a read-only array");
   const auto shape = interface["shape"].cast<std::vector<std::int64_t>>();

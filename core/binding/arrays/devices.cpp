@@ -2,11 +2,13 @@
 
 #include <pybind11/numpy.h>
 
+#include <chrono>
 #include <cstring>
 #include <thread>
 
 #include "base/error.h"
 #include "binding/gil.h"
+#include "binding/interrupt.h"
 #include "device/staging.h"
 
 namespace multiring::binding {
@@ -25,6 +27,16 @@ Buffer memory_at(std::uintptr_t address, std::size_t bytes, int device, std::uin
   return {reinterpret_cast<std::byte*>(address), bytes, MemoryKind::kDevice, device, stream};
 }
 
+/// Ctrl-C ends it.
+void await(Staging& staging) {
+  constexpr std::chrono::microseconds kPause(20);
+  constexpr int kBetweenChecks = 250;
+  for (int looks = 1; !staging.arrived(); ++looks) {
+    std::this_thread::sleep_for(kPause);
+    if (looks % kBetweenChecks == 0) check_signals()();
+  }
+}
+
 py::array_t<std::uint8_t> copy_from_device(std::uintptr_t address, std::size_t bytes, int device,
                                            std::uintptr_t stream) {
   py::array_t<std::uint8_t> result(static_cast<py::ssize_t>(bytes));
@@ -35,7 +47,7 @@ py::array_t<std::uint8_t> copy_from_device(std::uintptr_t address, std::size_t b
   std::byte* const memory = staging.reserve(from);
   staging.copy_to_host(from, memory);
   staging.start();
-  while (!staging.arrived()) std::this_thread::yield();
+  await(staging);
   std::memcpy(to, memory, bytes);
   return result;
 }
@@ -48,6 +60,7 @@ void copy_to_device(std::uintptr_t address, const py::array_t<std::uint8_t, py::
   const Buffer to = memory_at(address, bytes, device, stream);
   Staging staging(require_devices());
   std::byte* const memory = staging.reserve(to);
+  await(staging);
   std::memcpy(memory, from, bytes);
   staging.copy_back(to, memory, bytes);
   staging.finish();

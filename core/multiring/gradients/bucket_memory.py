@@ -155,9 +155,9 @@ class BucketMemory:
         pieces = Pieces(bucket.dtype, addresses, lengths, [*owners, self])
         if not devices:
             return pieces
-        places = [devices.get(number, IN_SLOT) for number in range(len(addresses))]
+        buffers = [devices.get(number, IN_SLOT) for number in range(len(addresses))]
         return pieces._replace(
-            devices=[place.device for place in places], streams=[place.stream for place in places]
+            devices=[buffer.device for buffer in buffers], streams=[buffer.stream for buffer in buffers]
         )
 
     def read(self, index: int, elsewhere: Mapping[int, Gradient]) -> Bytes:

@@ -286,7 +286,7 @@ class GradientReducer:
     def load_residuals(
         self, residuals: Mapping[str, NDArray[Any]], idle: Sequence[ParameterSpec] = ()
     ) -> None:
-        """Put what `residuals` has given in the place of all residuals. Local; not while a round is open.
+        """Replace all residuals by what `residuals` has given. Local; not while a round is open.
 
         Args:
             residuals: By the parameters' names.

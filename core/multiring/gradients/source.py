@@ -14,7 +14,7 @@ __all__ = ["IN_SLOT", "Gradient", "GradientSource", "RoundResult"]
 class Gradient(NamedTuple):
     """A gradient in memory of the framework's own, which is reduced there instead of in its slot.
 
-    Nobody else may read or write the memory until the round has ended.
+    Nothing else may read or write the memory until the round has ended.
 
     Attributes:
         address: Of the first element; the elements lie in the order of the slot, without holes.
@@ -43,7 +43,7 @@ class GradientSource(Protocol):
         has told of. What is neither ready nor pending takes part as what an earlier round has left.
 
         Returns:
-            `IN_SLOT`, its place in memory of the framework's, or None: this rank has no gradient.
+            `IN_SLOT`, its memory where the framework has it, or None: this rank has no gradient.
         """
 
     def publish(self, index: int) -> None:

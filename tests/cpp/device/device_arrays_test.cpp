@@ -243,6 +243,46 @@ TEST_P(DeviceArraysTest, NamedQueue) {
   });
 }
 
+// Operations that run together have more bytes than each: no copy back may reach beyond its array.
+TEST_P(DeviceArraysTest, TogetherEachKeepsToItsArray) {
+  const auto values = [](std::size_t count, int first) {
+    std::vector<float> made(count);
+    for (std::size_t i = 0; i < count; ++i) made[i] = static_cast<float>(first + static_cast<int>(i % 1000));
+    return made;
+  };
+  group_.run([&](Communicator& communicator) {
+    const auto queue = NamedQueue::create(communicator, "queue", {});
+    std::vector<std::unique_ptr<DeviceArray>> arrays;  // every other one is between those that are reduced
+    NamedRequest request;
+    request.name = "x";
+    for (int i = 0; i < 6; ++i) {
+      arrays.push_back(std::make_unique<DeviceArray>(array(communicator.rank(), values(100'003, i))));
+      gpu_.synchronize(arrays.back()->buffer().stream);
+      if (i % 2 == 0) request.operations.push_back(allreduce(*arrays.back(), *arrays.back()));
+    }
+    for (const auto& work : queue->submit(std::move(request))) work->wait(Deadline::never(), {});
+    for (int i = 0; i < 6; ++i) {
+      std::vector<float> expected = values(100'003, i);
+      if (i % 2 == 0)
+        for (float& value : expected) value *= 3;
+      EXPECT_EQ(arrays[static_cast<std::size_t>(i)]->values(), expected) << i;
+    }
+  });
+}
+
+// What is written to the array of a busy stream would wait for it as long.
+TEST_P(DeviceArraysTest, ABroadcastWaitsForTheDeviceWithADeadline) {
+  const auto outcomes = group_.outcomes([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), filled(100, 1));
+    if (communicator.rank() == 1) gpu_.launch(x.buffer().stream, {}, false);
+    Operation operation =
+        on_devices(make_operation({.kind = OpKind::kBroadcast, .rows = 100, .root = 0}), &x, &x);
+    communicator.run(operation, {communicator.rank() == 1 ? 0.1 : -1.0, nullptr});
+  });
+  ASSERT_TRUE(outcomes[1].has_value()) << "though it reads nothing of its array";
+  expect_kind(*outcomes[1], ErrorKind::kTimeout);
+}
+
 // A device that fails is the first error of all ranks, and says where.
 TEST_P(DeviceArraysTest, FailureReachesAllRanks) {
   for (const char* function : {"copy_to_host", "event_query", "copy_to_device"}) {

@@ -11,12 +11,13 @@ namespace multiring::testing {
 namespace {
 
 constexpr std::size_t kDeviceBytes = std::size_t{64} << 20;
-constexpr cuda::Result kInvalidContext = 201;
-constexpr cuda::Result kInvalidHandle = 400;
+using cuda::kInvalidContext;
+using cuda::kInvalidHandle;
 constexpr cuda::Result kCaptureUnsupported = 900;
 
 FakeGpu* current = nullptr;
 thread_local std::vector<int> contexts;  // devices, the last one is current
+thread_local int capture_mode = 0;
 
 std::uintptr_t handle_of(cuda::Stream stream) { return reinterpret_cast<std::uintptr_t>(stream); }
 
@@ -56,6 +57,10 @@ struct FakeDriver {
     if (contexts.empty()) return kInvalidContext;
     *context = context_of(contexts.back());
     contexts.pop_back();
+    return cuda::kSuccess;
+  }
+  static cuda::Result exchange_mode(int* mode) {
+    std::swap(*mode, capture_mode);
     return cuda::kSuccess;
   }
   static cuda::Result attributes(unsigned, cuda::PointerAttribute*, void** values, cuda::Pointer pointer) {
@@ -109,6 +114,8 @@ struct FakeDriver {
   }
   static cuda::Result query(cuda::Event event) {
     const Lock lock(current->mutex_);
+    if (contexts.empty() || contexts.back() != state(event).device) return kInvalidContext;
+    if (capture_mode != cuda::kCaptureRelaxed) return kCaptureUnsupported;
     if (const cuda::Result failure = current->enter("event_query")) return failure;
     const auto point = state(event).point;
     if (point == nullptr || point->done) return cuda::kSuccess;
@@ -191,6 +198,7 @@ FakeGpu::FakeGpu() {
              .primary_context_retain = FakeDriver::retain,
              .context_push = FakeDriver::push,
              .context_pop = FakeDriver::pop,
+             .exchange_capture_mode = FakeDriver::exchange_mode,
              .pointer_attributes = FakeDriver::attributes,
              .stream_create = FakeDriver::stream_create,
              .stream_wait_event = FakeDriver::wait_event,
