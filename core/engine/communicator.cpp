@@ -197,6 +197,8 @@ void Communicator::run_on_host(const OperationCall& call, std::span<Operation* c
     }
     body();
     for (Operation* operation : operations) copy_to_devices(*operation, rank());
+  } catch (const ChoiceMismatch&) {
+    throw;  // they have not run yet
   } catch (const DeviceError& error) {
     for (Operation* operation : operations) abandon_copies(*operation);
     exchange_.throw_within(call, error, "");

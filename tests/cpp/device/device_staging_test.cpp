@@ -177,6 +177,22 @@ TEST_F(DeviceStagingTest, CapturedStreamIsRefused) {
 }
 
 // Whatever fails is named, and what comes after is as if it had not been.
+TEST_F(DeviceStagingTest, IdleMemoryIsFreedBeforePinningFails) {
+  const Buffer x = array(0, stream_);
+  Staging(devices_).reserve(x);
+  EXPECT_EQ(gpu_.pinned(), 1u) << "it is idle now";
+  Buffer larger = x;
+  larger.bytes = 1 << 20;
+  gpu_.fail_next("host_alloc", cuda::kOutOfMemory);
+  Staging(devices_).reserve(larger);
+  EXPECT_EQ(gpu_.calls("host_free"), 1);
+  EXPECT_EQ(gpu_.pinned(), 1u);
+  gpu_.fail_next("host_alloc", cuda::kInvalidValue);
+  larger.bytes = 3 << 20;
+  error_of(ErrorKind::kInternal, [&] { Staging(devices_).reserve(larger); },
+           "cuMemHostAlloc of 3145728 bytes of pinned host memory failed");
+}
+
 TEST_F(DeviceStagingTest, FailuresAreNamed) {
   const std::pair<const char*, const char*> kFailing[] = {
       {"primary_context_retain", "cuDevicePrimaryCtxRetain on device 0"},
@@ -184,10 +200,9 @@ TEST_F(DeviceStagingTest, FailuresAreNamed) {
       {"stream_is_capturing", "cuStreamIsCapturing on device 0"},
       {"event_create", "cuEventCreate on device 0"},
       {"event_record", "cuEventRecord on device 0"},
-      {"host_alloc", "cuMemHostAlloc of 4096 bytes of pinned host memory"},
       {"stream_wait_event", "cuStreamWaitEvent on device 0"},
       {"copy_to_host", "cuMemcpyDtoHAsync on device 0 of 100 bytes"},
-      {"event_query", "the copy to the host on device 0"},
+      {"event_query", "the work before the operation on device 0"},
       {"copy_to_device", "cuMemcpyHtoDAsync on device 0 of 100 bytes"},
       {"event_synchronize", "the copy to the device on device 0"},
   };
