@@ -1,7 +1,7 @@
-"""Arrays of NumPy and CuPy on their way through the core, which takes host memory.
+"""Arrays of NumPy and CuPy on their way through the core.
 
-This is the one place that knows where arrays live: a core that takes device memory changes these functions
-and nothing else.
+The core takes arrays of CuPy too. This adapter gives it host memory all the same: it joins gradients in host
+buffers, and writes results of NumPy. No other module here knows where arrays lie.
 """
 
 from __future__ import annotations

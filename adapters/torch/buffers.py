@@ -63,7 +63,7 @@ def specification(name: str, parameter: torch.Tensor, sparse: bool) -> Parameter
     if sparse and parameter.device.type != "cpu":
         raise UsageError(
             f"parameter '{name}' is on device {parameter.device}, and its gradients are sparse; those are "
-            "reduced on the CPU only: make them dense (sparse=False), or move the layer to the CPU"
+            "reduced on the CPU only: make them dense (sparse=False), or move the model to the CPU"
         )
     shape, dtype = tuple(parameter.shape), parameter.dtype
     if dtype in _COMPLEX:

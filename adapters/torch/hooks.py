@@ -162,8 +162,8 @@ class GradientHooks:
         self._end_pass(True)
 
     def synchronize_replaced(self) -> None:
-        """Reduce gradients that the program has put in the place of reduced ones, unless they are the same on
-        all ranks, as what a program makes of reduced gradients is. Collective if there are any."""
+        """Reduce gradients by which the program has replaced reduced ones, unless they are the same on all
+        ranks, as what a program makes of reduced gradients is. Collective if there are any."""
         replaced = [] if self._is_local else self._gradients.replaced_gradients()
         if replaced and self._gradients.find_new(replaced, is_joining=self._is_joining):
             self.synchronize()
@@ -183,7 +183,7 @@ class GradientHooks:
         return self._gradients.hold()
 
     def transfer_from(self, before: GradientHooks) -> None:
-        """Know which gradients the hooks in whose place these come have reduced."""
+        """Know which gradients the hooks that these replace have reduced."""
         if not self._is_local:
             self._gradients.transfer_from(before._gradients)
 

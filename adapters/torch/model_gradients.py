@@ -18,6 +18,7 @@ from multiring.gradients.states import GradientState
 from multiring.torch.buffers import as_tensor, checksum, specification
 from multiring.torch.placement import GradientPlacement
 from multiring.torch.sparse import RowExchange
+from multiring.torch.supported import check_one_device
 from multiring.torch.unreduced import exchange_replaced
 from torch.utils.weak import TensorWeakRef
 
@@ -249,11 +250,11 @@ class ModelGradients:
             self._plans.popitem()[1].reducer.close()
 
     def transfer_from(self, other: ModelGradients) -> None:
-        """Know which gradients `other`, in whose place this comes, has reduced."""
+        """Know which gradients `other`, which this replaces, has reduced."""
         self._placement.transfer_from(other._placement)
 
     def load_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
-        """Put these in the place of what compression has kept back; those of frozen parameters wait."""
+        """Replace what compression has kept back by these; those of frozen parameters wait."""
         there = {spec.name for spec in self.reducer.specs}
         idle = [
             specification(name, parameter, name in self._sparse)
@@ -336,13 +337,15 @@ class ModelGradients:
         """A reducer for the parameters that require a gradient now. Collective."""
         held = self.hold()
         numbers = [n for n, parameter in enumerate(held) if self._required[n] and parameter is not None]
-        specs = []
+        specs, devices = [], []
         for n in numbers:
             parameter, name = held[n], self._names[n]
             assert parameter is not None
             spec = specification(name, parameter, name in self._sparse)
             specs.append(spec)
+            devices.append((name, parameter.device))
             self._placement.expect(n, parameter, is_sparse=spec.sparse)
+        check_one_device(devices, self._comm.rank)
         reducer = GradientReducer(self._comm, specs, self._options, self, as_array=as_tensor)
         plan = _Plan(reducer, numbers, {number: index for index, number in enumerate(numbers)})
         self._plans[tuple(self._required)] = plan

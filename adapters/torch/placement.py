@@ -51,12 +51,12 @@ class _Form:
         values = torch.from_numpy(slot).view(self.dtype).as_strided(self.shape, self.stride)
         return values.to(self.device, copy=True)
 
-    def place(self, gradient: Tensor, stream: int | None = None) -> Gradient:
-        """Memory of a gradient of this form; `stream` makes it, the current one if None."""
+    def buffer_at(self, gradient: Tensor) -> Gradient:
+        """Memory of a gradient of this form, made by the current stream."""
         if gradient.is_cpu:
             return Gradient(gradient.data_ptr(), gradient)
-        stream = current_stream(gradient) if stream is None else stream
-        return Gradient(gradient.data_ptr(), gradient, gradient.device.index, stream)
+        stream = torch.cuda.current_stream(gradient.device).cuda_stream
+        return Gradient(gradient.data_ptr(), gradient, gradient.device.index, int(stream))
 
 
 class _Placed(NamedTuple):
@@ -65,7 +65,7 @@ class _Placed(NamedTuple):
     gradient: Tensor
     version: int
     where: Tensor  # it is reduced: itself, or a copy
-    is_written_back: bool  # else the copy takes its place
+    is_written_back: bool  # else the copy replaces it
 
 
 class _Reduced(NamedTuple):
@@ -91,7 +91,7 @@ class GradientPlacement:
         self._reduced: dict[int, _Reduced] = {}
         self._round: dict[int, _Placed] = {}
         self._incoming: dict[int, int] = {}
-        self._streams: dict[int, int] = {}  # on which autograd makes the gradients of the round
+        self._streams: dict[int, torch.cuda.Stream] = {}  # on which autograd makes the gradients of the round
 
     def expect(self, number: int, parameter: Tensor, *, is_sparse: bool) -> None:
         """The gradients of this parameter will look like it."""
@@ -101,14 +101,15 @@ class GradientPlacement:
         """Autograd is about to accumulate this. What has its memory afterwards is what autograd has made."""
         self._incoming[number] = _address(gradient)
         if gradient.is_cuda:
-            self._streams[number] = current_stream(gradient)
+            self._streams[number] = torch.cuda.current_stream(gradient.device)
 
     def form(self, number: int) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of a gradient."""
         return self._forms[number].shape, self._forms[number].dtype
 
     def fetch(self, number: int, parameter: Tensor) -> Gradient:
-        """Where the gradient is to be reduced.
+        """Where the gradient is to be reduced. The current stream of its device waits for the one on which
+        autograd has made it.
 
         Args:
             number: Which parameter's.
@@ -123,12 +124,14 @@ class GradientPlacement:
             raise self._has_become(number, gradient)
         if form.is_sparse:
             return IN_SLOT
+        if (made_on := self._streams.get(number)) is not None:
+            _wait_for_stream(made_on)
         is_usable = gradient.layout is torch.strided and not gradient.requires_grad
         if is_usable and form.is_form_of(gradient) and _is_alone(gradient, form.is_complex):
             address, now = gradient.data_ptr(), version(gradient)
             self._reduced[number] = _Reduced(weakref.ref(gradient), address, now, None)
             self._round[number] = _Placed(gradient, now, gradient, is_written_back=False)
-            return form.place(gradient, self._streams.get(number))
+            return form.buffer_at(gradient)
         is_own = (
             not is_usable or overlaps_itself(gradient) or self._incoming.get(number) == _address(gradient)
         )
@@ -136,7 +139,7 @@ class GradientPlacement:
         where = form.empty() if known is None or known.values is None else known.values
         where.copy_(gradient.detach().to_dense())
         self._round[number] = _Placed(gradient, version(gradient), where, is_written_back=not is_own)
-        return form.place(where)
+        return form.buffer_at(where)
 
     def publish(self, number: int, parameter: Tensor, slot: Bytes) -> None:
         """Another rank had a gradient, which is in the slot."""
@@ -258,9 +261,11 @@ def _is_alone(gradient: Tensor, is_complex: bool) -> bool:
     return not gradient.is_neg() and not (is_complex and gradient.is_conj()) and has_own_memory(gradient)
 
 
-def current_stream(tensor: Tensor) -> int:
-    """The stream on which this thread works on a tensor's device."""
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+def _wait_for_stream(other: torch.cuda.Stream) -> None:
+    """Later work of this thread's current stream on the same device comes after what the other has now."""
+    current = torch.cuda.current_stream(other.device)
+    if current.cuda_stream != other.cuda_stream:
+        current.wait_stream(other)
 
 
 def _address(tensor: Tensor) -> int:

@@ -38,7 +38,8 @@ def register_gradient_hooks(
     `parameter.grad` is left alone.
 
     Args:
-        model: The model; its parameters have to be on the CPU and alike on all ranks. It may be compiled.
+        model: The model; its parameters have to be alike on all ranks, and on one device: the CPU or a CUDA
+            device. It may be compiled.
         comm: Ranks that train together; the world by default.
         sparse_parameters: Names of parameters whose gradients are sparse; `torch.nn.Embedding(sparse=True)`
             is known already. Sparse gradients of other parameters become dense.
@@ -53,7 +54,8 @@ def register_gradient_hooks(
         dropped.
 
     Raises:
-        UsageError: No parameters, a device or dtype that cannot be reduced, or parameters with hooks already.
+        UsageError: No parameters, several devices, a device or dtype that cannot be reduced, or parameters
+            with hooks already.
         MismatchError: The ranks have different parameters or options; the message names the first difference.
     """
     comm = resolve(comm)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from multiring.errors import UsageError
 
-__all__ = ["check_autograd", "check_module"]
+__all__ = ["check_autograd", "check_module", "check_one_device"]
 
 # By where they are defined, so that a program that has not imported them need not.
 _WRAPPERS = (
@@ -34,6 +35,29 @@ def check_module(module: torch.nn.Module, rank: int) -> None:
                 "changes the rows that forward() looks up, different ones on each rank: ranks would drift "
                 "apart; leave max_norm out and limit all rows after each step of the optimizer, as by "
                 "torch.renorm(weight, 2, 0, max_norm)"
+            )
+
+
+def check_one_device(devices: Iterable[tuple[str, torch.device]], rank: int) -> None:
+    """Raise UsageError unless all parameters are on one device; the CPU counts as one.
+
+    Autograd calls the hooks of each CUDA device in a thread of its own, and those of the CPU in the thread of
+    backward(): the threads would reduce at the same time, in an order that differs between ranks.
+
+    Args:
+        devices: Of the parameters that require a gradient: name and device.
+        rank: This rank.
+    """
+    first: tuple[str, torch.device] | None = None
+    for name, device in devices:
+        first = first or (name, device)
+        if device != first[1]:
+            raise UsageError(
+                f"rank {rank}: parameter '{name}' is on {device}, and parameter '{first[0]}' on {first[1]}; "
+                "gradients of one model are reduced on one device only: move the model to one of them with "
+                "model.to() before registering it",
+                rank=rank,
+                tensor=name,
             )
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import multiring.torch
-from multiring import Communicator
+from multiring import Communicator, UsageError
 from tests.on_ranks import on_ranks
 
 
-def _model(**where: Any) -> nn.Module:
+def _model(**where: Any) -> nn.Sequential:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 40), nn.Tanh(), nn.Linear(40, 3)).to(
         **where
@@ -56,6 +56,49 @@ def test_gradients_are_averaged(comm: Communicator, dtype: torch.dtype) -> None:
                 average = comm.allreduce(expected.grad.clone(), "average")
                 assert torch.equal(parameter.grad, average)
     hooks.remove()
+
+
+@on_ranks(2)
+def test_gradients_that_are_edited_on_another_stream(comm: Communicator) -> None:
+    """Between a backward pass in no_sync() and synchronize(): that sees what either stream has made."""
+    model = _model(device="cuda")
+    hooks = multiring.torch.register_gradient_hooks(model, comm=comm)
+    x, y = (part.cuda() for part in _data(comm.rank))
+    plain = _model(device="cuda")
+    _loss(plain, x, y).backward()
+    torch.cuda.synchronize()
+    for factor in (1, 3):  # 1: there is no edit, and nothing but the hooks orders the streams
+        model.zero_grad()
+        making, editing = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(making), hooks.no_sync():
+            loss = _loss(model, x, y)
+            torch.cuda._sleep(50_000_000)  # gradients come late
+            loss.backward()
+        if factor != 1:
+            editing.wait_stream(making)
+        with torch.cuda.stream(editing):
+            if factor != 1:
+                torch.cuda._sleep(50_000_000)  # and so do their edits
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(factor)
+            hooks.synchronize()
+        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert expected.grad is not None
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, comm.allreduce(expected.grad * factor, "average"))
+    hooks.remove()
+
+
+@on_ranks(2)
+def test_refused_on_two_devices(comm: Communicator) -> None:
+    model = _model(device="cuda")
+    model[4].cpu()
+    with pytest.raises(UsageError, match=r"'4\.weight' is on cpu, and parameter '0\.weight' on cuda:0"):
+        multiring.torch.register_gradient_hooks(model, comm=comm)
+    for parameter in model[4].parameters():
+        parameter.requires_grad_(False)  # it may stay there
+    multiring.torch.register_gradient_hooks(model, comm=comm).remove()
 
 
 @on_ranks(2)

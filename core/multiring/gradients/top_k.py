@@ -202,7 +202,7 @@ class TopKExchange:
         return {name: residual.copy() for name, residual in self.residuals.items()}
 
     def load(self, residuals: Mapping[str, Values], idle: Sequence[ParameterSpec] = ()) -> None:
-        """Put residuals by the parameters' names in the place of all.
+        """Replace all residuals by these, given by the parameters' names.
 
         Args:
             residuals: Of parameters of this exchange, and of `idle`.

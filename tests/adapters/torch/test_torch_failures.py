@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
+from multiring.torch.supported import check_one_device
 from tests.adapters.torch.support import (
     assert_gradients,
     backward,
@@ -58,6 +59,17 @@ def test_a_backward_pass_that_fails_on_one_rank_is_reported(comm: Communicator) 
             torch.autograd.backward(model[2:](explode(model[:2](draw(0)))).sum())
         model.zero_grad()
     torch.autograd.backward(squares(model, comm.rank))
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    """By the check alone, which needs no such devices."""
+    cpu, gpu, other = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+    check_one_device([], 0)
+    for device in (cpu, gpu):
+        check_one_device([("a", device), ("b", device)], 0)
+    for devices in ((gpu, gpu, other), (gpu, gpu, cpu), (cpu, cpu, gpu)):
+        text = rf"rank 3: parameter 'c' is on {devices[2]}, and parameter 'a' on {devices[0]};.*model\.to\(\)"
+        refuses(UsageError, text, check_one_device, zip("abc", devices, strict=True), 3)
 
 
 def test_refused(comm: Communicator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from functools import partial
 from typing import Any
@@ -131,8 +132,6 @@ REFUSED: list[tuple[Any, str]] = [
     (object(), "expected an array .* got object"),
     (None, "got NoneType|has to give an array"),
     (np.ones((1,) * 9), "more than 8 dimensions"),
-    (OnDevice(), "OnDevice lies in device memory.*libcuda.*copy it to the host"),
-    (OnDeviceByInterface(), "lies in device memory.*libcuda|pass out="),
     (OnAnotherDevice(), "OnAnotherDevice lies in device memory.*DLPack device type is 8"),
 ]
 
@@ -154,6 +153,37 @@ def _refusals(comm: Communicator, x: Any, pattern: str) -> None:
 def test_refused(comm: Communicator) -> None:
     for x, pattern in REFUSED:
         _refusals(comm, x, f"(?s){pattern}")
+    assert not comm.is_broken
+    comm.barrier()
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@on_ranks(3)
+@pytest.mark.skipif(_has_driver(), reason="libcuda.so.1 can be loaded here: tests/gpu has the tests with it")
+def test_refused_without_a_driver(comm: Communicator) -> None:
+    without = r"(?s)an array of type {} lies in device memory.*libcuda\.so\.1.*copy it to the host"
+    _refusals(comm, OnDevice(), without.format("OnDevice"))
+    x = OnDeviceByInterface()
+    with pytest.raises(UsageError, match=without.format("OnDeviceByInterface")):
+        comm.send(x, (comm.rank + 1) % comm.size)
+    for collective, asynchronous in itertools.product(COLLECTIVES.values(), (False, True)):
+        if collective.only_root and comm.rank != comm.size - 1:
+            continue
+        # Where the result is as large as the input, it would be an array of that kind, which Python makes.
+        makes = collective.name in ("allreduce", "broadcast")
+        text = r"no function that makes a new OnDeviceByInterface; pass out=" if makes else without
+        with pytest.raises(UsageError, match=text.format("OnDeviceByInterface")):
+            collective.call(comm, x, asynchronous=asynchronous)
+        if collective.takes_out:
+            with pytest.raises(UsageError, match=without.format("OnDeviceByInterface")):
+                collective.call(comm, x, asynchronous=asynchronous, out=np.zeros(1, np.float32))
     assert not comm.is_broken
     comm.barrier()
 
