@@ -29,7 +29,7 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       point_to_point_(exchange_),
       symmetric_(transport_->rank()),
       tuning_(options_.tuning) {
-  if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
+  if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
   warn_of_rings();
   if (!options_.tuning.empty()) exchange_.plans().set_tuning(Tuning::parse(options_.tuning), *transport_);
   exchange_.set_elsewhere(
@@ -46,7 +46,7 @@ void Communicator::warn_of_rings() const {
   const bool is_world = name() == CommunicatorOptions().name;  // the others have its settings
   if (options_.order == Order::kAny || rank() != 0 || !options_.warn || options_.mode.empty() || !is_world)
     return;
-  if (std::ranges::any_of(parse_mode(options_.mode), needs_any_order))
+  if (std::ranges::any_of(parse_algorithm(options_.mode).mode, needs_any_order))
     options_.warn(
         "mode " + options_.mode +
         " has a ring, which adds in another order than the canonical one: only allreduces that allow "
@@ -84,7 +84,7 @@ std::string Communicator::end_of(int world_rank) const {
 }
 
 void Communicator::set_tuning(const std::string& tuning) {
-  Tuning parsed = tuning.empty() ? Tuning() : Tuning::parse(tuning);
+  Tuning parsed = Tuning::parse(tuning);
   throw_if_abandoned();
   const std::lock_guard lock(mutex_);
   throw_if_unusable();
@@ -93,6 +93,18 @@ void Communicator::set_tuning(const std::string& tuning) {
                 "communicator '" + name() + "' cannot be tuned while operations are in progress");
   exchange_.plans().set_tuning(std::move(parsed), *transport_);
   tuning_ = tuning;
+}
+
+std::vector<AlgorithmRow> Communicator::allreduce_rows(std::size_t bytes, Order order) const {
+  PlanOptions options;
+  options.count = bytes / sizeof(float);
+  options.order = order;
+  const std::lock_guard lock(mutex_);
+  return exchange_.plans().table(*transport_).rows(options);
+}
+
+std::string Communicator::fit_costs(std::span<const AllreduceProbe> probes) const {
+  return "costs " + format_costs(exchange_.plans().fit(probes, *transport_));
 }
 
 void Communicator::run(Operation& operation, const CallOptions& options) {
