@@ -11,7 +11,6 @@
 #include "binding/gil.h"
 #include "binding/py_communicator.h"
 #include "collective/plan/allreduce_table.h"
-#include "collective/plan/fit_costs.h"
 #include "collective/plan/tuning.h"
 #include "topology/cost_model.h"
 #include "topology/traffic.h"
@@ -67,12 +66,6 @@ std::pair<std::vector<LinkTraffic>, std::vector<RankTraffic>> traffic(const Plan
     throw Error(ErrorKind::kUsage, "the plan has " + std::to_string(plan.steps().size()) + " steps");
   const Traffic moved = index ? step_traffic(plan, plan.steps()[*index]) : total_traffic(plan);
   return {moved.links(), moved.ranks()};
-}
-
-LinkCost fit(const std::vector<std::pair<double, double>>& measurements) {
-  std::vector<Measurement> all;
-  for (const auto& [bytes, seconds] : measurements) all.push_back({bytes, seconds});
-  return fit_link(all);
 }
 
 void bind_cluster(py::module_& module) {
@@ -190,12 +183,14 @@ void bind_costs(py::module_& module) {
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<GilRelease>(),
       "The plan with the lowest predicted time.");
-  py::class_<AlgorithmRow>(module, "AlgorithmRow", "A way to run an allreduce across hosts, and its costs.")
+  py::class_<AlgorithmRow>(module, "AlgorithmRow",
+                           "An algorithm of an allreduce across hosts, and its costs.")
       .def_readonly("name", &AlgorithmRow::name)
       .def_readonly("excluded", &AlgorithmRow::excluded)
       .def_readonly("hops", &AlgorithmRow::hops)
       .def_readonly("rank_bytes", &AlgorithmRow::rank_bytes)
       .def_readonly("seconds", &AlgorithmRow::seconds)
+      .def_readonly("is_compared", &AlgorithmRow::is_compared)
       .def_readonly("is_chosen", &AlgorithmRow::is_chosen);
   module.def(
       "allreduce_table",
@@ -205,19 +200,7 @@ void bind_costs(py::module_& module) {
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"),
       py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
-      "All ways to run an allreduce across hosts.");
-  module.def(
-      "fit_costs",
-      [](const Cluster& cluster, const std::vector<std::tuple<std::string, std::size_t, double>>& measured,
-         std::size_t staging_bytes) {
-        std::vector<AllreduceProbe> probes;
-        for (const auto& [algorithm, bytes, seconds] : measured)
-          probes.push_back({parse_algorithm(algorithm), bytes, seconds});
-        return format_costs(fit_costs(cluster, probes, staging_bytes));
-      },
-      py::arg("cluster"), py::arg("measured"), py::arg("staging_bytes") = JobSettings{}.staging_bytes,
-      py::call_guard<GilRelease>(),
-      "The costs that explain (algorithm, bytes, seconds) of allreduces of float32 best, as a text.");
+      "All algorithms of an allreduce across hosts.");
   module.def(
       "check_tuning", [](const std::string& text) { Tuning::parse(text); }, py::arg("text"),
       "Raises UsageError with the number of the line that is wrong.");
@@ -225,8 +208,6 @@ void bind_costs(py::module_& module) {
   module.def(
       "dtype_size", [](const std::string& name) { return dtype_size(parse_dtype(name)); }, py::arg("dtype"),
       "Bytes of an element of a type by its name.");
-  module.def("fit_link", &fit, py::arg("measurements"),
-             "Latency and speed that explain (bytes, seconds) of messages best.");
 }
 
 }  // namespace

@@ -207,10 +207,11 @@ void bind_communicator(py::module_& module) {
       .def(
           "allreduce_rows",
           [](const Communicator& self, std::size_t bytes, std::string_view order) {
-            return self.allreduce_rows(bytes, parse_order(order));
+            return self.allreduce_rows(bytes, order.empty() ? Order::kDefault : parse_order(order));
           },
           py::arg("nbytes"), py::arg("order"), Released(),
-          "The table of algorithms of an allreduce of float32, by the costs that are used.")
+          "The table of algorithms of an allreduce of float32, with what is used as the chosen one.\n"
+          "An empty order is the default one.")
       .def(
           "fit_costs",
           [](const Communicator& self,

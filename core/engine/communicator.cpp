@@ -31,7 +31,7 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
   warn_of_rings();
-  if (!options_.tuning.empty()) exchange_.plans().set_tuning(Tuning::parse(options_.tuning), *transport_);
+  if (!options_.tuning.empty()) follow_tuning();
   exchange_.set_elsewhere(
       {.waits =
            [this](int peer) { return CommunicatorList::find_other_wait(this, transport_->world_rank(peer)); },
@@ -40,6 +40,19 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
              return CommunicatorList::find_other_end(this, transport_->world_rank(peer));
            }});
   CommunicatorList::add(this);
+}
+
+// It may be of other hosts and ranks: a job goes on with fewer, and is no worse than without rules.
+void Communicator::follow_tuning() {
+  const Tuning tuning = Tuning::parse(options_.tuning);
+  try {
+    exchange_.plans().set_tuning(tuning, *transport_);
+  } catch (const Error& error) {
+    tuning_ = tuning.costs_text();
+    exchange_.plans().set_tuning(Tuning::parse(tuning_), *transport_);
+    if (rank() == 0 && options_.warn)
+      options_.warn(std::string("MULTIRING_TUNING: its rules are not followed: ") + error.what());
+  }
 }
 
 void Communicator::warn_of_rings() const {
@@ -96,11 +109,10 @@ void Communicator::set_tuning(const std::string& tuning) {
 }
 
 std::vector<AlgorithmRow> Communicator::allreduce_rows(std::size_t bytes, Order order) const {
-  PlanOptions options;
-  options.count = bytes / sizeof(float);
-  options.order = order;
-  const std::lock_guard lock(mutex_);
-  return exchange_.plans().table(*transport_).rows(options);
+  PlanCache plans;  // operations may be using the other one
+  if (!options_.mode.empty()) plans.force(parse_algorithm(options_.mode), *transport_);
+  plans.set_tuning(Tuning::parse(tuning()), *transport_);
+  return plans.rows(*transport_, bytes, order == Order::kDefault ? options_.order : order);
 }
 
 std::string Communicator::fit_costs(std::span<const AllreduceProbe> probes) const {

@@ -47,8 +47,6 @@ __all__: list[str] = [
     "connect",
     "copy_streaming",
     "dtype_size",
-    "fit_costs",
-    "fit_link",
     "interface_addresses",
     "keep_times",
     "mpi_library",
@@ -535,7 +533,7 @@ class CostModel:
 
 class AlgorithmRow:
     """
-    A way to run an allreduce across hosts, and its costs.
+    An algorithm of an allreduce across hosts, and its costs.
     """
     @property
     def excluded(self) -> str: ...
@@ -543,6 +541,8 @@ class AlgorithmRow:
     def hops(self) -> int: ...
     @property
     def is_chosen(self) -> bool: ...
+    @property
+    def is_compared(self) -> bool: ...
     @property
     def name(self) -> str: ...
     @property
@@ -589,7 +589,8 @@ class Communicator:
         self, nbytes: typing.SupportsInt | typing.SupportsIndex, order: str
     ) -> list[AlgorithmRow]:
         """
-        The table of algorithms of an allreduce of float32, by the costs that are used.
+        The table of algorithms of an allreduce of float32, with what is used as the chosen one.
+        An empty order is the default one.
         """
     def close(self) -> None: ...
     def fit_costs(
@@ -825,7 +826,7 @@ def allreduce_table(
     staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
 ) -> list[AlgorithmRow]:
     """
-    All ways to run an allreduce across hosts.
+    All algorithms of an allreduce across hosts.
     """
 
 def before_fork() -> None:
@@ -869,26 +870,6 @@ def copy_streaming(
 def dtype_size(dtype: str) -> int:
     """
     Bytes of an element of a type by its name.
-    """
-
-def fit_costs(
-    cluster: Cluster,
-    measured: collections.abc.Sequence[
-        tuple[str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-    ],
-    staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
-) -> str:
-    """
-    The costs that explain (algorithm, bytes, seconds) of allreduces of float32 best, as a text.
-    """
-
-def fit_link(
-    measurements: collections.abc.Sequence[
-        tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-    ],
-) -> LinkCost:
-    """
-    Latency and speed that explain (bytes, seconds) of messages best.
     """
 
 def interface_addresses(interfaces: collections.abc.Sequence[str]) -> list[tuple[str, str, int]]:

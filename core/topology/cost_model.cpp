@@ -150,31 +150,4 @@ double limit_seconds(const Plan& plan, const CostModel& model) {
   return limit;
 }
 
-LinkCost fit_link(std::span<const Measurement> measurements) {
-  // Weighted normal equations of seconds = latency + bytes * slope with weights 1 / seconds^2.
-  double w = 0.0, x = 0.0, y = 0.0, xx = 0.0, xy = 0.0;
-  double least = INFINITY, most = -INFINITY;
-  for (const auto& [bytes, seconds] : measurements) {
-    if (!not_negative(bytes) || !positive(seconds))
-      throw_usage("a measurement needs bytes of 0 or more in a time above 0");
-    const double weight = 1.0 / (seconds * seconds);
-    w += weight;
-    x += weight * bytes;
-    y += weight * seconds;
-    xx += weight * bytes * bytes;
-    xy += weight * bytes * seconds;
-    least = std::min(least, bytes);
-    most = std::max(most, bytes);
-  }
-  if (!(least < most)) throw_usage("a link is fitted to messages of at least two sizes");
-  double slope = (w * xy - x * y) / (w * xx - x * x);
-  double latency = (y - slope * x) / w;
-  if (latency < 0.0) {  // the best line through the origin
-    latency = 0.0;
-    slope = xy / xx;
-  }
-  if (!positive(slope)) throw_usage("the measured times do not grow with the size of the message");
-  return {latency, 1.0 / slope};
-}
-
 }  // namespace multiring

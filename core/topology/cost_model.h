@@ -81,15 +81,4 @@ inline constexpr double kAsGood = 1.02;
 /// plan on every rank. Raises what Plan does.
 MULTIRING_API Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model);
 
-/// A measured message.
-struct Measurement {
-  double bytes = 0.0;
-  double seconds = 0.0;
-};
-
-/// Latency and speed that explain messages best: least squares of the relative errors, since absolute ones
-/// would let the largest messages decide on the latency as well. A latency below 0 becomes 0. Raises a usage
-/// error for fewer than two sizes, times that are not positive, or times that do not grow with the size.
-MULTIRING_API LinkCost fit_link(std::span<const Measurement> measurements);
-
 }  // namespace multiring

@@ -14,6 +14,7 @@ namespace {
 // flight most of the time.
 constexpr std::size_t kMinSegment = 128 * 1024;
 constexpr std::size_t kSegments = 4;
+constexpr std::size_t kMaxBytes = std::size_t{1} << 62;
 
 }  // namespace
 
@@ -24,9 +25,9 @@ std::size_t parse_bytes(std::string_view text) {
   constexpr std::string_view kUnits = "KMG";
   if (error == std::errc() && rest + 1 == end && kUnits.find(*rest) != std::string_view::npos) {
     const std::size_t shift = 10 * (kUnits.find(*rest) + 1);
-    if (bytes <= (std::size_t{1} << 62) >> shift) return bytes << shift;
+    if (bytes <= kMaxBytes >> shift) return bytes << shift;
   }
-  if (error != std::errc() || rest != end)
+  if (error != std::errc() || rest != end || bytes > kMaxBytes)
     throw_usage("'" + std::string(text) + "' is not a number of bytes, such as 4096, 64K or 1M");
   return bytes;
 }
@@ -35,7 +36,13 @@ AllreduceAlgorithm parse_algorithm(std::string_view text) {
   const std::size_t slash = std::min(text.find('/'), text.size());
   AllreduceAlgorithm algorithm;
   algorithm.staged = text.substr(0, slash) == "rounds";
-  if (!algorithm.staged) algorithm.mode = parse_mode(text.substr(0, slash));
+  if (!algorithm.staged) {
+    try {
+      algorithm.mode = parse_mode(text.substr(0, slash));
+    } catch (const Error& error) {
+      throw_usage(std::string(error.what()) + "; the other algorithm is rounds");
+    }
+  }
   if (slash == text.size()) return algorithm;
   if (algorithm.staged) throw_usage("'" + std::string(text) + "' gives rounds a segment, which have none");
   algorithm.segment = parse_bytes(text.substr(slash + 1));

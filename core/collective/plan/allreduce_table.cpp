@@ -152,6 +152,7 @@ std::vector<AlgorithmRow> AllreduceTable::rows(const PlanOptions& options) const
   if (!options.mode.empty()) require_fit(options.mode, cluster_);
   std::vector<AlgorithmRow> rows;
   for (const Entry& entry : entries(options)) rows.push_back(row_of(entry));
+  for (AlgorithmRow& row : rows) row.is_compared = true;
   if (rows.empty()) return {other_row(options)};
   simplest_quick(rows).is_chosen = true;
   if (!options.mode.empty()) return rows;

@@ -13,13 +13,14 @@
 
 namespace multiring {
 
-/// A way to run an allreduce across hosts: a row of `multiring plan --explain`.
+/// An algorithm of an allreduce across hosts: a row of `multiring plan --explain`.
 struct AlgorithmRow {
   std::string name;            ///< "rounds" (mirrored exchanges, no plan), or the mode of a plan
   std::string excluded;        ///< why it does not run here; empty: it does
   std::size_t hops = 0;        ///< messages between hosts, each of which waits for the one before
   std::size_t rank_bytes = 0;  ///< the most that a rank sends to other hosts, without headers
   double seconds = 0.0;        ///< by the cost model, with the exchange of headers that comes before a plan
+  bool is_compared = false;    ///< with the others, to choose
   bool is_chosen = false;      ///< the simplest of those within 2 % of the lowest time: what a job runs
 };
 
@@ -44,7 +45,7 @@ class MULTIRING_API AllreduceTable {
   /// Predicted, at other costs than those of the table.
   double seconds(const Load& load, const JobCosts& costs) const;
 
-  /// All ways to run it: rounds, the plans that are compared, then what does not run here.
+  /// All algorithms: rounds, the plans that are compared, then what does not run here.
   std::vector<AlgorithmRow> rows(const PlanOptions& options) const;
 
  private:

@@ -22,6 +22,7 @@ using Matrix = std::array<Vector, kCostCount>;
 // error of a prediction by that factor.
 constexpr double kPriorWeight = 0.05;
 constexpr int kMaxSteps = 100;
+constexpr double kMaxDamping = 1e6;
 constexpr double kGoodEnough = 1e-6;  // of the sum of squares, in a step
 
 JobCosts assumed() {
@@ -132,7 +133,7 @@ JobCosts fit_costs(const Cluster& cluster, std::span<const AllreduceProbe> probe
   Vector logs = errors.prior();
   std::vector<double> here = errors.at(logs);
   double damping = 1e-2;
-  for (int step = 0; step < kMaxSteps; ++step) {
+  for (int step = 0; step < kMaxSteps && damping < kMaxDamping; ++step) {
     auto [a, b] = normal_equations(errors, logs, here);
     for (std::size_t i = 0; i < kCostCount; ++i) a[i][i] *= 1.0 + damping;
     const Vector change = solve(a, b);

@@ -1,7 +1,9 @@
 #include "collective/plan/job_costs.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <set>
 
 #include "base/error.h"
 
@@ -11,11 +13,14 @@ namespace {
 // Speeds are positive; times may be zero.
 bool is_speed(std::string_view name) { return name.ends_with("bytes_per_second"); }
 
+/// What all share may be no limit.
+bool may_be_infinite(std::string_view name) { return name == "shared_bytes_per_second"; }
+
 double parse_cost(std::string_view name, std::string_view text) {
   double value = 0.0;
   const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   const bool is_number = error == std::errc() && rest == text.data() + text.size() && value >= 0.0;
-  if (!is_number || (is_speed(name) ? value == 0.0 : std::isinf(value)))
+  if (!is_number || (is_speed(name) && value == 0.0) || (std::isinf(value) && !may_be_infinite(name)))
     throw_usage(std::string(name) + " is '" + std::string(text) + "', not a number " +
                 (is_speed(name) ? "above 0" : "of 0 or more"));
   return value;
@@ -34,12 +39,13 @@ std::string format_costs(const JobCosts& costs) {
 }
 
 JobCosts parse_costs(std::string_view text) {
+  constexpr std::string_view kBlanks = " \t";
   JobCosts costs;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find(' ', begin), text.size());
-    const std::string_view word = text.substr(begin, end - begin);
-    begin = end + 1;
-    if (word.empty()) continue;
+  std::set<std::string_view> named;
+  for (std::size_t begin = text.find_first_not_of(kBlanks); begin < text.size();
+       begin = text.find_first_not_of(kBlanks, begin)) {
+    const std::string_view word = text.substr(begin, text.find_first_of(kBlanks, begin) - begin);
+    begin += word.size();
     const std::size_t equals = std::min(word.find('='), word.size());
     const std::string_view name = word.substr(0, equals);
     bool known = false;
@@ -49,7 +55,9 @@ JobCosts parse_costs(std::string_view text) {
       costs.*cost = parse_cost(name, equals < word.size() ? word.substr(equals + 1) : "");
     });
     if (!known) throw_usage("there is no cost '" + std::string(name) + "'");
+    if (!named.insert(name).second) throw_usage("it has two costs '" + std::string(name) + "'");
   }
+  if (named.empty()) throw_usage("it names no cost");
   return costs;
 }
 

@@ -23,7 +23,7 @@ bool depends_on_chunk(Algorithm algorithm, bool rounded) {
 }
 
 /// The hosts and ranks of a group. Messages are striped over interfaces below.
-Cluster cluster_of(const Transport& transport, const JobCosts& costs) {
+Cluster cluster_of(const Transport& transport) {
   std::map<int, Host> hosts;
   for (int rank = 0; rank < transport.size(); ++rank)
     hosts[transport.host_number(rank)].ranks.push_back(rank);
@@ -34,13 +34,11 @@ Cluster cluster_of(const Transport& transport, const JobCosts& costs) {
                   : transport.has_link(first(cluster.hosts.front()), first(cluster.hosts.back()))
                       ? HostLinks::kRing
                       : HostLinks::kLine;
-  set_speeds(cluster, costs);
+  set_speeds(cluster, {});
   return cluster;
 }
 
 }  // namespace
-
-void PlanCache::find_cluster(const Transport& transport) { cluster_ = cluster_of(transport, costs()); }
 
 Mode PlanCache::mode_for(const Request& request) const {
   Mode mode = request.mode;
@@ -79,13 +77,13 @@ void PlanCache::require_fit_and_links(const AllreduceAlgorithm& algorithm, const
 }
 
 void PlanCache::force(AllreduceAlgorithm algorithm, const Transport& transport) {
-  find_cluster(transport);
+  cluster_ = cluster_of(transport);
   require_fit_and_links(algorithm, transport);
   forced_ = std::move(algorithm);
 }
 
 void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
-  if (!transport.shares_memory()) find_cluster(transport);
+  if (!transport.shares_memory()) cluster_ = cluster_of(transport);
   for (const Tuning::Rule& rule : tuning.rules()) {
     if (transport.shares_memory()) break;  // where no plan is used
     try {
@@ -95,36 +93,50 @@ void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
     }
   }
   tuning_ = std::move(tuning);
-  set_speeds(cluster_, costs());
   table_.reset();
   quickest_.clear();
 }
 
 AllreduceTable PlanCache::table(const Transport& transport) const {
-  return {cluster_of(transport, costs()), cost_model(costs()), transport.staging_bytes()};
+  const JobCosts costs = tuning_.costs().value_or(JobCosts{});
+  Cluster cluster = cluster_of(transport);
+  set_speeds(cluster, costs);
+  return {std::move(cluster), cost_model(costs), transport.staging_bytes()};
+}
+
+std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, std::size_t bytes, Order order) {
+  PlanOptions options;
+  options.count = bytes / sizeof(float);
+  options.order = order;
+  std::vector<AlgorithmRow> rows = table(transport).rows(options);
+  const AllreduceAlgorithm& used = algorithm(transport, bytes, order, false);
+  std::string name = "rounds";
+  if (!used.staged)
+    name = format_mode(plan({.count = options.count, .order = order, .mode = used.mode}).mode());
+  for (AlgorithmRow& row : rows) row.is_chosen = row.name == name;
+  return rows;
 }
 
 JobCosts PlanCache::fit(std::span<const AllreduceProbe> probes, const Transport& transport) {
-  return fit_costs(cluster_of(transport, {}), probes, transport.staging_bytes());
+  return fit_costs(cluster_of(transport), probes, transport.staging_bytes());
 }
 
-AllreduceAlgorithm PlanCache::algorithm(const Transport& transport, std::size_t bytes, Order order,
-                                        bool rounded) {
+const AllreduceAlgorithm& PlanCache::algorithm(const Transport& transport, std::size_t bytes, Order order,
+                                               bool rounded) {
   if (forced_) return *forced_;
   if (const AllreduceAlgorithm* const rule = rounded ? nullptr : tuning_.rule(bytes); rule != nullptr)
     return *rule;
   const std::size_t most = class_of(bytes);
-  const auto [found, added] = quickest_.try_emplace({most, order, rounded});
-  if (added) {
-    if (!table_) table_ = table(transport);
-    PlanOptions options;
-    options.count = most / sizeof(float);
-    options.order = order;
-    options.rounded = rounded;
-    if (rounded) options.dtype = DType::kBFloat16;
-    found->second = table_->quickest(options);
-  }
-  return found->second;
+  const auto found = quickest_.find({most, order, rounded});
+  if (found != quickest_.end()) return found->second;
+  if (!table_) table_ = table(transport);
+  // As for float32 of so many bytes; sums of narrower types are wider on their way.
+  PlanOptions options;
+  options.count = most / sizeof(float);
+  options.order = order;
+  options.rounded = rounded;
+  if (rounded) options.dtype = DType::kBFloat16;
+  return quickest_.emplace(std::tuple(most, order, rounded), table_->quickest(options)).first->second;
 }
 
 std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, Request request) {
@@ -132,7 +144,7 @@ std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transpo
     recent_.splice(recent_.begin(), recent_, found->second);
     return recent_.front().second;
   }
-  if (cluster_.hosts.empty()) find_cluster(transport);
+  if (cluster_.hosts.empty()) cluster_ = cluster_of(transport);
   auto made = std::make_shared<RankSchedule>(make_schedule(plan(request), transport.rank()));
   if (recent_.size() >= kMaxSchedules) {
     index_.erase(recent_.back().first);

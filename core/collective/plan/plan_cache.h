@@ -48,9 +48,10 @@ class MULTIRING_API PlanCache {
   /// Of an allreduce of so many bytes: what is forced, or what a rule of the tuning says, or else the
   /// quickest by the table of algorithms. Of what is rounded between hosts bits may not depend on the size,
   /// so rules do not count there. The same on all ranks.
-  AllreduceAlgorithm algorithm(const Transport& transport, std::size_t bytes, Order order, bool rounded);
-  /// The table of algorithms by the costs that are used.
-  AllreduceTable table(const Transport& transport) const;
+  const AllreduceAlgorithm& algorithm(const Transport& transport, std::size_t bytes, Order order,
+                                      bool rounded);
+  /// The table of algorithms of an allreduce of float32, with the one that is used as the chosen one.
+  std::vector<AlgorithmRow> rows(const Transport& transport, std::size_t bytes, Order order);
   /// The costs that explain what was measured among these ranks (fit_costs.h).
   static JobCosts fit(std::span<const AllreduceProbe> probes, const Transport& transport);
   /// This rank's schedule. The same requests give schedules that match on all ranks. Least recently used ones
@@ -62,8 +63,7 @@ class MULTIRING_API PlanCache {
  private:
   using Kept = std::pair<Request, std::shared_ptr<const RankSchedule>>;
 
-  void find_cluster(const Transport& transport);
-  JobCosts costs() const { return tuning_.costs().value_or(JobCosts{}); }
+  AllreduceTable table(const Transport& transport) const;
   Mode mode_for(const Request& request) const;
   Plan plan(const Request& request) const;
   void require_fit_and_links(const AllreduceAlgorithm& algorithm, const Transport& transport) const;

@@ -48,6 +48,7 @@ Tuning Tuning::parse(std::string_view text) {
     const std::string_view rest = strip(line.substr(blank));
     try {
       if (first == kCostsLine) {
+        if (tuning.costs_) throw_usage("the costs are there already");
         tuning.costs_ = parse_costs(rest);
       } else {
         tuning.rules_.push_back(parse_rule(first, rest));

@@ -134,7 +134,7 @@ def _compare(comm: Communicator, measured: Sequence[Measured]) -> list[str]:
         here = {one.algorithm: one.seconds for one in measured if one.nbytes == nbytes}
         least = min(here.values())
         for row in comm._core.allreduce_rows(nbytes, "canonical"):
-            if row.excluded or not (row.is_chosen or row.name in here):
+            if row.name not in here and not row.is_chosen:
                 continue
             seconds = here.get(row.name)
             notes = ["chosen"] if row.is_chosen else []

@@ -9,6 +9,7 @@ look quick.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +29,7 @@ __all__ = ["Measured", "algorithms_of", "measure"]
 _HOPELESS = 4.0
 
 _MAX_CALLS = 16
-_MIN_TURNS, _MAX_TURNS = 5, 25
-_UNMEASURED_TURNS = 2
+_MIN_TURNS, _MAX_TURNS = 3, 25
 
 
 class Measured(NamedTuple):
@@ -49,11 +49,13 @@ class Measured(NamedTuple):
 def algorithms_of(comm: Communicator, *, few: bool = False) -> list[str]:
     """The algorithms that run among these ranks in the canonical order; `few`: those that differ most."""
     # Which there are does not depend on the size.
-    modes = [row.name for row in comm._core.allreduce_rows(1024, "canonical") if not row.excluded]
+    modes = [row.name for row in comm._core.allreduce_rows(1024, "canonical") if row.is_compared]
     if few:
-        # With the first one within hosts: of each algorithm across all hosts the first.
-        flat = [mode for mode in modes if mode != ROUNDS and mode.count("x") == 1]
-        modes = [ROUNDS, *{mode[-1]: mode for mode in reversed(flat)}.values()]
+        # The first one within hosts with each of those across them: in several dimensions where there are
+        # many hosts, for each of which a rank would need a connection otherwise.
+        most = max(mode.count("x") for mode in modes)
+        divided = [mode for mode in modes if mode.count("x") == most and mode != ROUNDS]
+        modes = [ROUNDS, *{mode[-1]: mode for mode in reversed(divided)}.values()]
     return modes
 
 
@@ -80,21 +82,22 @@ def measure(
     """
     kept = list(algorithms)
     before = comm._core.tuning
-    began = time.perf_counter()
     found: list[Measured] = []
-    least_per_byte = 0.0  # of the next size, in seconds, if its bytes pass no quicker
     try:
+        for algorithm in algorithms:  # connects
+            _turn(comm, algorithm, np.zeros(16 * comm.size, np.float32), 1)
+        began = time.perf_counter()
         for number, nbytes in enumerate(sizes):
             left = comm.broadcast_object(seconds - (time.perf_counter() - began))
-            if found and left < least_per_byte * nbytes:
+            share = left / (len(sizes) - number)
+            here = _measure_size(comm, nbytes, kept, share, turn_seconds, left if found else math.inf)
+            if not here:
                 report(f"{size_text(nbytes)} and more: left out, as that takes over --seconds {seconds:g}")
                 break
-            here = _measure_size(comm, nbytes, kept, left / (len(sizes) - number), turn_seconds)
             found += here
             best = min(here, key=lambda each: each.seconds)
             report(f"{size_text(nbytes)}: {best.algorithm} is quickest, {seconds_text(best.seconds)}")
             kept = [each.algorithm for each in here if each.seconds <= _HOPELESS * best.seconds]
-            least_per_byte = sum(each.seconds for each in here) * (_UNMEASURED_TURNS + _MIN_TURNS) / nbytes
     finally:
         if not comm.is_broken:
             comm._core.set_tuning(before)
@@ -102,30 +105,23 @@ def measure(
 
 
 def _measure_size(
-    comm: Communicator, nbytes: int, algorithms: Sequence[str], seconds: float, turn_seconds: float
+    comm: Communicator,
+    nbytes: int,
+    algorithms: Sequence[str],
+    seconds: float,
+    turn_seconds: float,
+    most_seconds: float,
 ) -> list[Measured]:
+    """Empty: it would take longer than `most_seconds`."""
     data = np.zeros(nbytes // 4, np.float32)
-    out = np.empty_like(data)
-
-    def turn(algorithm: str, calls: int) -> float:
-        comm._core.set_tuning(only(algorithm))
-        taken = 0.0
-        for _ in range(calls):
-            comm.barrier()
-            began = time.perf_counter()
-            # Half precision would keep its own algorithm.
-            comm.allreduce(data, out=out, name="tune", comm_dtype="float32", order="canonical")
-            taken += time.perf_counter() - began
-        return taken / calls
-
-    for algorithm in algorithms:  # connects
-        turn(algorithm, 1)
-    estimates = _of_slowest(comm, [turn(algorithm, 1) for algorithm in algorithms])
+    estimates = _of_slowest(comm, [_turn(comm, algorithm, data, 1) for algorithm in algorithms])
+    if sum(estimates) * _MIN_TURNS > most_seconds:
+        return []
     calls = [int(np.clip(turn_seconds / each, 1, _MAX_CALLS)) for each in estimates]
     once = sum(each * count for each, count in zip(estimates, calls, strict=True))
     turns = int(np.clip(seconds / once, _MIN_TURNS, _MAX_TURNS))
     times = [
-        [turn(algorithm, count) for algorithm, count in zip(algorithms, calls, strict=True)]
+        [_turn(comm, algorithm, data, count) for algorithm, count in zip(algorithms, calls, strict=True)]
         for _ in range(turns)
     ]
     slowest = _of_slowest(comm, times)
@@ -133,6 +129,22 @@ def _measure_size(
         Measured(algorithm, nbytes, statistics.median(column))
         for algorithm, column in zip(algorithms, slowest.T.tolist(), strict=True)
     ]
+
+
+def _turn(
+    comm: Communicator, algorithm: str, data: np.ndarray[tuple[int, ...], np.dtype[np.float32]], calls: int
+) -> float:
+    """Seconds of a call."""
+    comm._core.set_tuning(only(algorithm))
+    out = np.empty_like(data)
+    taken = 0.0
+    for _ in range(calls):
+        comm.barrier()
+        began = time.perf_counter()
+        # Half precision would keep its own algorithm.
+        comm.allreduce(data, out=out, name="tune", comm_dtype="float32", order="canonical")
+        taken += time.perf_counter() - began
+    return taken / calls
 
 
 def _of_slowest(comm: Communicator, times: object) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

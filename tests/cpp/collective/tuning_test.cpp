@@ -2,7 +2,9 @@
 
 #include "collective/plan/tuning.h"
 
+#include <atomic>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "collective/plan/plan_cache.h"
@@ -86,12 +88,21 @@ TEST(Tuning, TheLineThatIsWrongIsNamed) {
   expect_refused("0- rounds/4", "'rounds/4' gives rounds a segment");
   expect_refused("0- 2x2/0", "has a segment of no bytes");
   expect_refused("0- auto", "mode 'auto'");
+  expect_refused("0- auto", "the other algorithm is rounds");
   expect_refused("0- 2x2d rounds", "mode '2x2d rounds'");
   expect_refused("costs latency", "latency is '', not a number of 0 or more");
   expect_refused("costs latency=-1", "latency is '-1', not a number of 0 or more");
   expect_refused("costs latency=nan", "latency is 'nan', not a number of 0 or more");
   expect_refused("costs bytes_per_second=0", "bytes_per_second is '0', not a number above 0");
   expect_refused("costs speed=1", "there is no cost 'speed'");
+  expect_refused("costs latency=inf", "latency is 'inf'");
+  expect_refused("costs bytes_per_second=inf", "bytes_per_second is 'inf'");
+  expect_refused("costs memory_bytes_per_second=inf", "memory_bytes_per_second is 'inf'");
+  expect_refused("costs latency=1 latency=2", "it has two costs 'latency'");
+  expect_refused("costs", "it names no cost");
+  expect_refused("0- 1x2/18446744073709551615", "is not a number of bytes");
+  EXPECT_EQ(Tuning::parse("costs latency=1\tmessage_seconds=2").costs()->message_seconds, 2.0);
+  expect_usage([] { Tuning::parse("costs latency=1\ncosts latency=2"); }, "the costs are there already");
 }
 
 TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
@@ -117,6 +128,39 @@ TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
     for (const bool rounded : {false, true}) EXPECT_EQ(format_mode(algorithm(1, rounded).mode), "2x2t");
     plans.force(parse_algorithm("rounds"), *transport);
     EXPECT_TRUE(algorithm(1 << 20).staged);
+  });
+}
+
+TEST(Tuning, RulesOfOtherRanksAreNotFollowed) {
+  GroupOptions options = two_by_two();
+  options.communicator.tuning = "0- rounds\n0- 4x2d\ncosts latency=1";
+  std::atomic<int> warnings = 0;
+  options.communicator.warn = [&](const std::string& text) {
+    ++warnings;
+    expect_text(text, "line 2 of the tuning: mode 4x2d is for 8 ranks");
+  };
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    EXPECT_EQ(communicator.tuning(), Tuning::parse("costs latency=1").costs_text());
+    expect_reduced(communicator, make_problem(DType::kFloat32, {ReduceOp::kSum}, 1000, 4));
+  });
+  EXPECT_EQ(warnings, 1) << "of rank 0";
+}
+
+TEST(Tuning, TheTableShowsWhatIsUsed) {
+  GroupOptions options = two_by_two();
+  options.communicator.tuning = "0-1K 2tx2d\n1K-2K rounds";
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    const auto used = [&](std::size_t bytes) {
+      std::string names;
+      for (const AlgorithmRow& row : communicator.allreduce_rows(bytes, Order::kDefault))
+        if (row.is_chosen) names += row.name;
+      return names;
+    };
+    EXPECT_EQ(used(1024), "2tx2d");
+    EXPECT_EQ(used(2048), "rounds");
+    EXPECT_NE(used(1 << 20), "");
   });
 }
 
