@@ -14,7 +14,7 @@ import numpy.typing as npt
 from multiring import Communicator, _core
 from multiring.errors import UsageError
 from multiring.models.peers.gloo import GlooGroup
-from multiring.tuning.table import Algorithm, SizeClass, Tuning, ranks_of_hosts
+from multiring.tuning.file import only
 from multiring.types import CommDtypeName, OrderName
 
 __all__ = ["PEERS", "Call", "Contender", "Elsewhere", "FloatArray", "make_contenders"]
@@ -112,8 +112,7 @@ class InMode(Ordinary):
         own = comm.split(0)
         assert own is not None  # all ranks are in it
         super().__init__(own)
-        tuning = Tuning(ranks_of_hosts(comm._core.hosts), (SizeClass(1, Algorithm(mode)),))
-        self._comm._core.set_tuning(tuning.text)
+        self._comm._core.set_tuning(only(mode))
         self._order: OrderName = "any" if "r" in mode else "canonical"
         self.name = f"{Ordinary.name} {mode}"
 

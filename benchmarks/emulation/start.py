@@ -179,13 +179,13 @@ def _start_mpi(
 def rank_environment(environ: Mapping[str, str], per_host: int) -> dict[str, str]:
     """The place of a rank of `multiring run` on hosts of so many ranks each, in place of that on one host."""
     rank, size = int(environ["MULTIRING_RANK"]), int(environ["MULTIRING_SIZE"])
-    placement = {
+    settings = {
         "LOCAL_RANK": rank % per_host,
         "LOCAL_SIZE": per_host,
         "CROSS_RANK": rank // per_host,
         "CROSS_SIZE": size // per_host,
     }
-    return {**environ, **{f"MULTIRING_{name}": str(value) for name, value in placement.items()}}
+    return {**environ, **{f"MULTIRING_{name}": str(value) for name, value in settings.items()}}
 
 
 def main(words: Sequence[str]) -> None:

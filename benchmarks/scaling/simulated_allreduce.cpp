@@ -197,7 +197,7 @@ class CoreAllreduce final : public Allreduce {
         exchange_(*transport_, "world") {
     if (const char* const order = std::getenv("MULTIRING_ORDER")) order_ = parse_order(order);
     if (const char* const mode = std::getenv("MULTIRING_MODE"))
-      exchange_.plans().force_mode(parse_mode(mode), *transport_);
+      exchange_.plans().force(parse_algorithm(mode), *transport_);
   }
   void run(const std::vector<float>& input, std::vector<float>& output) override {
     Operation operation;

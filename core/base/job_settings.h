@@ -30,8 +30,8 @@ struct JobSettings {
   HostLinks host_links = HostLinks::kSwitch;
   /// How allreduces across hosts are divided (topology/dimensions.h); empty: chosen by size.
   std::string mode;
-  /// Algorithms by size (collective/plan/tuning.h), used without a mode if measured for these hosts and
-  /// ranks; kNoTuning: none, and none is measured.
+  /// Costs of allreduces, and algorithms by size (collective/plan/tuning.h); kNoTuning: none, and none is
+  /// measured.
   std::string tuning;
   CommDtype comm_dtype = CommDtype::kFloat32;  ///< of allreduces of float32 that do not say
   Order order = Order::kCanonical;             ///< of allreduces that do not say

@@ -14,10 +14,10 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_result(module);
   multiring::binding::bind_devices(module);
   multiring::binding::bind_operation(module);
+  multiring::binding::bind_plan(module);
   multiring::binding::bind_communicator(module);
   multiring::binding::bind_named_queue(module);
   multiring::binding::bind_connect(module);
   multiring::binding::bind_network(module);
-  multiring::binding::bind_plan(module);
   multiring::binding::bind_fork_lock(module);
 }

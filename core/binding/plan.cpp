@@ -11,7 +11,7 @@
 #include "binding/gil.h"
 #include "binding/py_communicator.h"
 #include "collective/plan/allreduce_table.h"
-#include "collective/plan/rounds_limit.h"
+#include "collective/plan/tuning.h"
 #include "topology/cost_model.h"
 #include "topology/traffic.h"
 
@@ -66,12 +66,6 @@ std::pair<std::vector<LinkTraffic>, std::vector<RankTraffic>> traffic(const Plan
     throw Error(ErrorKind::kUsage, "the plan has " + std::to_string(plan.steps().size()) + " steps");
   const Traffic moved = index ? step_traffic(plan, plan.steps()[*index]) : total_traffic(plan);
   return {moved.links(), moved.ranks()};
-}
-
-LinkCost fit(const std::vector<std::pair<double, double>>& measurements) {
-  std::vector<Measurement> all;
-  for (const auto& [bytes, seconds] : measurements) all.push_back({bytes, seconds});
-  return fit_link(all);
 }
 
 void bind_cluster(py::module_& module) {
@@ -163,8 +157,11 @@ void bind_costs(py::module_& module) {
       .def_readonly("bytes_per_second", &LinkCost::bytes_per_second);
   py::class_<CostModel>(module, "CostModel", "What a plan costs besides the speeds of its cluster.")
       .def(py::init<>())
+      .def_readwrite("call_seconds", &CostModel::call_seconds)
       .def_readwrite("message_seconds", &CostModel::message_seconds)
       .def_readwrite("interface_message_seconds", &CostModel::interface_message_seconds)
+      .def_readwrite("shared_message_seconds", &CostModel::shared_message_seconds)
+      .def_readwrite("shared_bytes_per_second", &CostModel::shared_bytes_per_second)
       .def_readwrite("reduction_bytes_per_second", &CostModel::reduction_bytes_per_second)
       .def_readwrite("dimensions", &CostModel::dimensions);
   module.def("predict_plan", &predict, py::arg("plan"), py::arg("model"), "Predicted seconds of a plan.");
@@ -186,32 +183,31 @@ void bind_costs(py::module_& module) {
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<GilRelease>(),
       "The plan with the lowest predicted time.");
-  py::class_<AlgorithmRow>(module, "AlgorithmRow", "A way to run an allreduce across hosts, and its costs.")
+  py::class_<AlgorithmRow>(module, "AlgorithmRow",
+                           "An algorithm of an allreduce across hosts, and its costs.")
       .def_readonly("name", &AlgorithmRow::name)
       .def_readonly("excluded", &AlgorithmRow::excluded)
       .def_readonly("hops", &AlgorithmRow::hops)
       .def_readonly("rank_bytes", &AlgorithmRow::rank_bytes)
       .def_readonly("seconds", &AlgorithmRow::seconds)
-      .def_readonly("is_default", &AlgorithmRow::is_default)
-      .def_readonly("is_quickest", &AlgorithmRow::is_quickest);
+      .def_readonly("is_compared", &AlgorithmRow::is_compared)
+      .def_readonly("is_chosen", &AlgorithmRow::is_chosen);
   module.def(
       "allreduce_table",
       [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,
          std::size_t staging_bytes) {
-        return allreduce_table(cluster, request.options(), model, staging_bytes);
+        return AllreduceTable(cluster, model, staging_bytes).rows(request.options());
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"),
       py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
-      "All ways to run an allreduce across hosts.");
-  module.def("rounds_up_to", &rounds_up_to, py::arg("ranks"),
-             py::arg("staging_bytes") = JobSettings{}.staging_bytes,
-             "The largest allreduce in bytes that uses rounds where nothing else is said.");
+      "All algorithms of an allreduce across hosts.");
+  module.def(
+      "check_tuning", [](const std::string& text) { Tuning::parse(text); }, py::arg("text"),
+      "Raises UsageError with the number of the line that is wrong.");
   module.def("algorithm_letters", &algorithm_letters, "What the letters of a mode mean.");
   module.def(
       "dtype_size", [](const std::string& name) { return dtype_size(parse_dtype(name)); }, py::arg("dtype"),
       "Bytes of an element of a type by its name.");
-  module.def("fit_link", &fit, py::arg("measurements"),
-             "Latency and speed that explain (bytes, seconds) of messages best.");
 }
 
 }  // namespace

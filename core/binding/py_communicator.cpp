@@ -176,7 +176,7 @@ void bind_communicator(py::module_& module) {
           "comm_dtype", [](const Communicator& self) { return self.options().comm_dtype; },
           "As what float32 crosses from host to host where an allreduce does not say.")
       .def_property_readonly("tuning", py::cpp_function(&Communicator::tuning, Released()),
-                             "What was given to choose algorithms by size; it may be of another cluster.")
+                             "What algorithms are chosen from, as a text.")
       .def_property_readonly("is_broken", py::cpp_function(&Communicator::is_broken, Released()))
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
            py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("crossing"),
@@ -204,6 +204,25 @@ void bind_communicator(py::module_& module) {
       .def("symmetric_peer", &symmetric_peer, py::arg("array"), py::arg("rank"))
       .def("set_tuning", &Communicator::set_tuning, py::arg("tuning"), Released(),
            "Allreduces from here on go as a tuning says; called between the same operations on all ranks.")
+      .def(
+          "allreduce_rows",
+          [](const Communicator& self, std::size_t bytes, std::string_view order) {
+            return self.allreduce_rows(bytes, order.empty() ? Order::kDefault : parse_order(order));
+          },
+          py::arg("nbytes"), py::arg("order"), Released(),
+          "The table of algorithms of an allreduce of float32, with what is used as the chosen one.\n"
+          "An empty order is the default one.")
+      .def(
+          "fit_costs",
+          [](const Communicator& self,
+             const std::vector<std::tuple<std::string, std::size_t, double>>& measured) {
+            std::vector<AllreduceProbe> probes;
+            for (const auto& [algorithm, bytes, seconds] : measured)
+              probes.push_back({parse_algorithm(algorithm), bytes, seconds});
+            return self.fit_costs(probes);
+          },
+          py::arg("measured"), Released(),
+          "The line of a tuning with the costs that explain (algorithm, bytes, seconds) best.")
       .def("abort", &Communicator::abort, py::arg("message"), Released())
       .def(
           "abandon",

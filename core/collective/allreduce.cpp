@@ -13,7 +13,6 @@
 #include "base/cache.h"
 #include "collective/cluster/cluster_allreduce.h"
 #include "collective/collectives.h"
-#include "collective/plan/rounds_limit.h"
 #include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
 #include "collective/sums/rank_pointers.h"
@@ -29,15 +28,12 @@ constexpr std::size_t kDirectFromCrowded = 8 * 1024;
 
 bool planned(Exchange& exchange, const Descriptor& descriptor) {
   const Transport& transport = exchange.transport();
-  const std::size_t bytes = descriptor.bytes;
-  if (transport.shares_memory()) return false;
+  if (exchange.size() == 1 || transport.shares_memory() || descriptor.bytes == 0) return false;
   const bool rounded = is_rounded(descriptor.key.comm_dtype);
+  const Order order = descriptor.key.order;
   // Chains would round other sums of each chunk.
-  if (rounded && descriptor.key.order != Order::kAny && !transport.fully_linked()) return false;
-  if (const AllreduceAlgorithm* const algorithm = exchange.plans().algorithm(bytes, rounded);
-      algorithm != nullptr)
-    return bytes > 0 && !algorithm->staged;
-  return !uses_rounds(bytes, exchange.size(), transport.staging_bytes(), rounded);
+  if (rounded && order != Order::kAny && !transport.fully_linked()) return false;
+  return !exchange.plans().algorithm(transport, descriptor.bytes, order, rounded).staged;
 }
 
 bool large_enough(const Exchange& exchange, const Descriptor& descriptor) {

@@ -43,6 +43,7 @@ class MULTIRING_API Exchange {
   Transport& transport() const { return transport_; }
   std::uint64_t round() const { return round_; }
   PlanCache& plans() { return plans_; }
+  const PlanCache& plans() const { return plans_; }
 
   /// The first round of an operation: publishes `descriptor`, calls `stage()`, which may write this rank's
   /// staging memory, waits for all ranks, and checks that they asked for the same.

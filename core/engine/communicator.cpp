@@ -30,9 +30,9 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       point_to_point_(exchange_),
       symmetric_(transport_->rank()),
       tuning_(options_.tuning) {
-  if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
+  if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
   warn_of_rings();
-  if (!options_.tuning.empty()) exchange_.plans().set_tuning(Tuning::parse(options_.tuning), *transport_);
+  if (!options_.tuning.empty()) follow_tuning();
   exchange_.set_elsewhere(
       {.waits =
            [this](int peer) { return CommunicatorList::find_other_wait(this, transport_->world_rank(peer)); },
@@ -43,11 +43,24 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
   CommunicatorList::add(this);
 }
 
+// It may be of other hosts and ranks: a job goes on with fewer, and is no worse than without rules.
+void Communicator::follow_tuning() {
+  const Tuning tuning = Tuning::parse(options_.tuning);
+  try {
+    exchange_.plans().set_tuning(tuning, *transport_);
+  } catch (const Error& error) {
+    tuning_ = tuning.costs_text();
+    exchange_.plans().set_tuning(Tuning::parse(tuning_), *transport_);
+    if (rank() == 0 && options_.warn)
+      options_.warn(std::string("MULTIRING_TUNING: its rules are not followed: ") + error.what());
+  }
+}
+
 void Communicator::warn_of_rings() const {
   const bool is_world = name() == CommunicatorOptions().name;  // the others have its settings
   if (options_.order == Order::kAny || rank() != 0 || !options_.warn || options_.mode.empty() || !is_world)
     return;
-  if (std::ranges::any_of(parse_mode(options_.mode), needs_any_order))
+  if (std::ranges::any_of(parse_algorithm(options_.mode).mode, needs_any_order))
     options_.warn(
         "mode " + options_.mode +
         " has a ring, which adds in another order than the canonical one: only allreduces that allow "
@@ -85,7 +98,7 @@ std::string Communicator::end_of(int world_rank) const {
 }
 
 void Communicator::set_tuning(const std::string& tuning) {
-  Tuning parsed = tuning.empty() ? Tuning() : Tuning::parse(tuning);
+  Tuning parsed = Tuning::parse(tuning);
   throw_if_abandoned();
   const std::lock_guard lock(mutex_);
   throw_if_unusable();
@@ -94,6 +107,17 @@ void Communicator::set_tuning(const std::string& tuning) {
                 "communicator '" + name() + "' cannot be tuned while operations are in progress");
   exchange_.plans().set_tuning(std::move(parsed), *transport_);
   tuning_ = tuning;
+}
+
+std::vector<AlgorithmRow> Communicator::allreduce_rows(std::size_t bytes, Order order) const {
+  PlanCache plans;  // operations may be using the other one
+  if (!options_.mode.empty()) plans.force(parse_algorithm(options_.mode), *transport_);
+  plans.set_tuning(Tuning::parse(tuning()), *transport_);
+  return plans.rows(*transport_, bytes, order == Order::kDefault ? options_.order : order);
+}
+
+std::string Communicator::fit_costs(std::span<const AllreduceProbe> probes) const {
+  return "costs " + format_costs(exchange_.plans().fit(probes, *transport_));
 }
 
 void Communicator::run(Operation& operation, const CallOptions& options) {

@@ -119,7 +119,11 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Replaces the tuning of later allreduces (collective/plan/tuning.h); empty: none. To be called between
   /// the same operations on all ranks; raises a usage error while any is in progress here.
   void set_tuning(const std::string& tuning);
-  /// The last tuning given; it may be for other hosts and ranks.
+  /// The table of algorithms of an allreduce of float32, with what this communicator uses as the chosen one.
+  std::vector<AlgorithmRow> allreduce_rows(std::size_t bytes, Order order) const;
+  /// The line of a tuning with the costs that explain best what was measured among these ranks.
+  std::string fit_costs(std::span<const AllreduceProbe> probes) const;
+  /// The last tuning given.
   std::string tuning() const {
     const std::lock_guard lock(mutex_);
     return tuning_;
@@ -151,6 +155,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void abandon();
 
  private:
+  void follow_tuning();
   void warn_of_rings() const;
   class OperationLock;
 

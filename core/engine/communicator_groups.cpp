@@ -78,9 +78,9 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
       name() + "/" + (purpose.empty() ? std::to_string(splits_) + "." + std::to_string(color) : purpose);
   std::vector<int> own(static_cast<std::size_t>(size()));
   std::iota(own.begin(), own.end(), 0);
-  if (members != own) {  // mode and tuning hold for these ranks only
+  if (members != own) {  // a mode, and rules of a tuning, hold for these ranks only
     child_options.mode.clear();
-    child_options.tuning.clear();
+    child_options.tuning = Tuning::parse(child_options.tuning).costs_text();
   }
   if (adjust) adjust(child_options);
   std::function<void(double)> stalled;

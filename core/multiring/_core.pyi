@@ -42,6 +42,7 @@ __all__: list[str] = [
     "algorithm_letters",
     "allreduce_table",
     "before_fork",
+    "check_tuning",
     "checksum",
     "choose_plan",
     "connect",
@@ -49,7 +50,6 @@ __all__: list[str] = [
     "copy_streaming",
     "copy_to_device",
     "dtype_size",
-    "fit_link",
     "interface_addresses",
     "keep_times",
     "mpi_library",
@@ -58,7 +58,6 @@ __all__: list[str] = [
     "plan_limit",
     "predict_plan",
     "predict_steps",
-    "rounds_up_to",
 ]
 
 class Result:
@@ -330,244 +329,6 @@ class Operation:
         Extent of the input along axis 0.
         """
 
-class Work:
-    """
-    An asynchronous operation in progress.
-    """
-    def done(self) -> bool: ...
-    def result(self) -> Result: ...
-    def times(self) -> tuple[int, int, int, int]:
-        """
-        Made, queued, begun, ended; 0: not kept. To be called when it is done.
-        """
-    def wait(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-
-class Communicator:
-    """
-    A group of ranks.
-    """
-    def abandon(self) -> None:
-        """
-        To be called in a forked child.
-        """
-    def abort(self, message: str) -> None: ...
-    def allreduce(
-        self,
-        x: typing.Any,
-        out: typing.Any,
-        op: ReduceOp,
-        name: str,
-        prescale: typing.SupportsFloat | typing.SupportsIndex,
-        postscale: typing.SupportsFloat | typing.SupportsIndex,
-        timeout: typing.SupportsFloat | typing.SupportsIndex,
-        crossing: tuple[CommDtype, Order],
-    ) -> bool:
-        """
-        False: an array is not contiguous, nothing was done.
-        """
-    def close(self) -> None: ...
-    def numpy_allreduce(self) -> typing.Any:
-        """
-        A quicker allreduce for C-ordered NumPy arrays, as a function:
-        (x, out, op, name, prescale, postscale, timeout, crossing) -> bool.
-        False: an argument is not plain enough, nothing was done.
-        """
-    def recv(
-        self,
-        operation: Operation,
-        tag: typing.SupportsInt | typing.SupportsIndex,
-        timeout: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> None: ...
-    def run(self, operation: Operation, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    def send(
-        self,
-        operation: Operation,
-        tag: typing.SupportsInt | typing.SupportsIndex,
-        timeout: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> None: ...
-    def set_tuning(self, tuning: str) -> None:
-        """
-        Allreduces from here on go as a tuning says; called between the same operations on all ranks.
-        """
-    def split(
-        self,
-        color: typing.SupportsInt | typing.SupportsIndex,
-        key: typing.SupportsInt | typing.SupportsIndex,
-        timeout: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> Communicator | None: ...
-    def submit(self, operation: Operation, priority: typing.SupportsInt | typing.SupportsIndex) -> Work: ...
-    def symmetric_empty(
-        self,
-        shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
-        dtype: numpy.dtype[typing.Any],
-        timeout: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> numpy.ndarray: ...
-    def symmetric_peer(
-        self, array: numpy.ndarray, rank: typing.SupportsInt | typing.SupportsIndex
-    ) -> numpy.ndarray: ...
-    @property
-    def comm_dtype(self) -> CommDtype:
-        """
-        As what float32 crosses from host to host where an allreduce does not say.
-        """
-    @property
-    def host(self) -> str: ...
-    @property
-    def hosts(self) -> list[int]:
-        """
-        For each rank the number of its host.
-        """
-    @property
-    def is_broken(self) -> bool: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def tuning(self) -> str:
-        """
-        What was given to choose algorithms by size; it may be of another cluster.
-        """
-
-class NamedQueue:
-    """
-    Operations matched by name.
-    """
-    @staticmethod
-    def kept_error(
-        address: typing.SupportsInt | typing.SupportsIndex, number: typing.SupportsInt | typing.SupportsIndex
-    ) -> typing.Any:
-        """
-        The error that the queue at an address keeps under a number, or None.
-        """
-    def __init__(
-        self, communicator: Communicator, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex
-    ) -> None:
-        """
-        Collective.
-        """
-    def abandon(self) -> None:
-        """
-        To be called in a forked child.
-        """
-    def abort(self, message: str) -> None: ...
-    def close(self) -> None: ...
-    def submit(
-        self,
-        name: str,
-        operation: Operation,
-        priority: typing.SupportsInt | typing.SupportsIndex,
-        step: typing.SupportsInt | typing.SupportsIndex,
-    ) -> Work: ...
-    @property
-    def address(self) -> int:
-        """
-        The mr_queue* of the C ABI, good until the process ends.
-        """
-    @property
-    def is_broken(self) -> bool: ...
-    @property
-    def is_closed(self) -> bool: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-class MpiSession:
-    """
-    An MPI library, and a communicator of its own among the ranks of a job.
-    """
-    def __init__(self, bridge: str, communicator: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
-        """
-        Loads a bridge and duplicates the MPI_Comm at an address (0: all ranks). Collective.
-        """
-    def broadcast(
-        self,
-        value: bytes,
-        root: typing.SupportsInt | typing.SupportsIndex,
-        timeout: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> bytes:
-        """
-        What `root` has, at most 4096 bytes, on all ranks. Collective.
-        """
-    def finalize(self) -> None:
-        """
-        Ends MPI if this session has initialised it. Collective.
-        """
-    @property
-    def library(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-class JobSettings:
-    """
-    What a user may set for a job.
-    """
-
-    comm_dtype: str
-    host: str
-    host_links: str
-    mode: str
-    order: str
-    transport: str
-    tuning: str
-    def __init__(self) -> None: ...
-    @property
-    def heartbeat(self) -> float: ...
-    @heartbeat.setter
-    def heartbeat(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def interfaces(self) -> list[str]: ...
-    @interfaces.setter
-    def interfaces(self, arg0: collections.abc.Sequence[str]) -> None: ...
-    @property
-    def spin_microseconds(self) -> float: ...
-    @spin_microseconds.setter
-    def spin_microseconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def staging_bytes(self) -> int: ...
-    @staging_bytes.setter
-    def staging_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @property
-    def stall_warning(self) -> float: ...
-    @stall_warning.setter
-    def stall_warning(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def timeout(self) -> float: ...
-    @timeout.setter
-    def timeout(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-
-class WorldOptions(JobSettings):
-    """
-    Who this rank is, and the settings of its job.
-    """
-
-    job: str
-    mpi: MpiSession
-    secret: bytes
-    socket_directory: str
-    spread: bool
-    warn: typing.Any
-    def __init__(self, settings: JobSettings) -> None: ...
-    @property
-    def hosts(self) -> list[str]: ...
-    @hosts.setter
-    def hosts(self, arg0: collections.abc.Sequence[str]) -> None: ...
-    @property
-    def rank(self) -> int: ...
-    @rank.setter
-    def rank(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @property
-    def size(self) -> int: ...
-    @size.setter
-    def size(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-
 class Interface:
     """
     A network interface: bytes per second, latency in seconds.
@@ -752,6 +513,10 @@ class CostModel:
     """
     def __init__(self) -> None: ...
     @property
+    def call_seconds(self) -> float: ...
+    @call_seconds.setter
+    def call_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
     def dimensions(self) -> list[LinkCost]: ...
     @dimensions.setter
     def dimensions(self, arg0: collections.abc.Sequence[LinkCost]) -> None: ...
@@ -767,25 +532,287 @@ class CostModel:
     def reduction_bytes_per_second(self) -> float: ...
     @reduction_bytes_per_second.setter
     def reduction_bytes_per_second(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def shared_bytes_per_second(self) -> float: ...
+    @shared_bytes_per_second.setter
+    def shared_bytes_per_second(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def shared_message_seconds(self) -> float: ...
+    @shared_message_seconds.setter
+    def shared_message_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
 class AlgorithmRow:
     """
-    A way to run an allreduce across hosts, and its costs.
+    An algorithm of an allreduce across hosts, and its costs.
     """
     @property
     def excluded(self) -> str: ...
     @property
     def hops(self) -> int: ...
     @property
-    def is_default(self) -> bool: ...
+    def is_chosen(self) -> bool: ...
     @property
-    def is_quickest(self) -> bool: ...
+    def is_compared(self) -> bool: ...
     @property
     def name(self) -> str: ...
     @property
     def rank_bytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+
+class Work:
+    """
+    An asynchronous operation in progress.
+    """
+    def done(self) -> bool: ...
+    def result(self) -> Result: ...
+    def times(self) -> tuple[int, int, int, int]:
+        """
+        Made, queued, begun, ended; 0: not kept. To be called when it is done.
+        """
+    def wait(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+class Communicator:
+    """
+    A group of ranks.
+    """
+    def abandon(self) -> None:
+        """
+        To be called in a forked child.
+        """
+    def abort(self, message: str) -> None: ...
+    def allreduce(
+        self,
+        x: typing.Any,
+        out: typing.Any,
+        op: ReduceOp,
+        name: str,
+        prescale: typing.SupportsFloat | typing.SupportsIndex,
+        postscale: typing.SupportsFloat | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+        crossing: tuple[CommDtype, Order],
+    ) -> bool:
+        """
+        False: an array is not contiguous, nothing was done.
+        """
+    def allreduce_rows(
+        self, nbytes: typing.SupportsInt | typing.SupportsIndex, order: str
+    ) -> list[AlgorithmRow]:
+        """
+        The table of algorithms of an allreduce of float32, with what is used as the chosen one.
+        An empty order is the default one.
+        """
+    def close(self) -> None: ...
+    def fit_costs(
+        self,
+        measured: collections.abc.Sequence[
+            tuple[str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+        ],
+    ) -> str:
+        """
+        The line of a tuning with the costs that explain (algorithm, bytes, seconds) best.
+        """
+    def numpy_allreduce(self) -> typing.Any:
+        """
+        A quicker allreduce for C-ordered NumPy arrays, as a function:
+        (x, out, op, name, prescale, postscale, timeout, crossing) -> bool.
+        False: an argument is not plain enough, nothing was done.
+        """
+    def recv(
+        self,
+        operation: Operation,
+        tag: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def run(self, operation: Operation, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def send(
+        self,
+        operation: Operation,
+        tag: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def set_tuning(self, tuning: str) -> None:
+        """
+        Allreduces from here on go as a tuning says; called between the same operations on all ranks.
+        """
+    def split(
+        self,
+        color: typing.SupportsInt | typing.SupportsIndex,
+        key: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> Communicator | None: ...
+    def submit(self, operation: Operation, priority: typing.SupportsInt | typing.SupportsIndex) -> Work: ...
+    def symmetric_empty(
+        self,
+        shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        dtype: numpy.dtype[typing.Any],
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> numpy.ndarray: ...
+    def symmetric_peer(
+        self, array: numpy.ndarray, rank: typing.SupportsInt | typing.SupportsIndex
+    ) -> numpy.ndarray: ...
+    @property
+    def comm_dtype(self) -> CommDtype:
+        """
+        As what float32 crosses from host to host where an allreduce does not say.
+        """
+    @property
+    def host(self) -> str: ...
+    @property
+    def hosts(self) -> list[int]:
+        """
+        For each rank the number of its host.
+        """
+    @property
+    def is_broken(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def tuning(self) -> str:
+        """
+        What algorithms are chosen from, as a text.
+        """
+
+class NamedQueue:
+    """
+    Operations matched by name.
+    """
+    @staticmethod
+    def kept_error(
+        address: typing.SupportsInt | typing.SupportsIndex, number: typing.SupportsInt | typing.SupportsIndex
+    ) -> typing.Any:
+        """
+        The error that the queue at an address keeps under a number, or None.
+        """
+    def __init__(
+        self, communicator: Communicator, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex
+    ) -> None:
+        """
+        Collective.
+        """
+    def abandon(self) -> None:
+        """
+        To be called in a forked child.
+        """
+    def abort(self, message: str) -> None: ...
+    def close(self) -> None: ...
+    def submit(
+        self,
+        name: str,
+        operation: Operation,
+        priority: typing.SupportsInt | typing.SupportsIndex,
+        step: typing.SupportsInt | typing.SupportsIndex,
+    ) -> Work: ...
+    @property
+    def address(self) -> int:
+        """
+        The mr_queue* of the C ABI, good until the process ends.
+        """
+    @property
+    def is_broken(self) -> bool: ...
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+class MpiSession:
+    """
+    An MPI library, and a communicator of its own among the ranks of a job.
+    """
+    def __init__(self, bridge: str, communicator: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+        """
+        Loads a bridge and duplicates the MPI_Comm at an address (0: all ranks). Collective.
+        """
+    def broadcast(
+        self,
+        value: bytes,
+        root: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> bytes:
+        """
+        What `root` has, at most 4096 bytes, on all ranks. Collective.
+        """
+    def finalize(self) -> None:
+        """
+        Ends MPI if this session has initialised it. Collective.
+        """
+    @property
+    def library(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+class JobSettings:
+    """
+    What a user may set for a job.
+    """
+
+    comm_dtype: str
+    host: str
+    host_links: str
+    mode: str
+    order: str
+    transport: str
+    tuning: str
+    def __init__(self) -> None: ...
+    @property
+    def heartbeat(self) -> float: ...
+    @heartbeat.setter
+    def heartbeat(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def interfaces(self) -> list[str]: ...
+    @interfaces.setter
+    def interfaces(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    @property
+    def spin_microseconds(self) -> float: ...
+    @spin_microseconds.setter
+    def spin_microseconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def staging_bytes(self) -> int: ...
+    @staging_bytes.setter
+    def staging_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def stall_warning(self) -> float: ...
+    @stall_warning.setter
+    def stall_warning(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def timeout(self) -> float: ...
+    @timeout.setter
+    def timeout(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+class WorldOptions(JobSettings):
+    """
+    Who this rank is, and the settings of its job.
+    """
+
+    job: str
+    mpi: MpiSession
+    secret: bytes
+    socket_directory: str
+    spread: bool
+    warn: typing.Any
+    def __init__(self, settings: JobSettings) -> None: ...
+    @property
+    def hosts(self) -> list[str]: ...
+    @hosts.setter
+    def hosts(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @rank.setter
+    def rank(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def size(self) -> int: ...
+    @size.setter
+    def size(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
 
 def address_of(array: numpy.ndarray) -> int:
     """
@@ -809,12 +836,17 @@ def allreduce_table(
     staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
 ) -> list[AlgorithmRow]:
     """
-    All ways to run an allreduce across hosts.
+    All algorithms of an allreduce across hosts.
     """
 
 def before_fork() -> None:
     """
     To be called before each fork.
+    """
+
+def check_tuning(text: str) -> None:
+    """
+    Raises UsageError with the number of the line that is wrong.
     """
 
 def checksum(
@@ -870,15 +902,6 @@ def dtype_size(dtype: str) -> int:
     Bytes of an element of a type by its name.
     """
 
-def fit_link(
-    measurements: collections.abc.Sequence[
-        tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-    ],
-) -> LinkCost:
-    """
-    Latency and speed that explain (bytes, seconds) of messages best.
-    """
-
 def interface_addresses(interfaces: collections.abc.Sequence[str]) -> list[tuple[str, str, int]]:
     """
     Interface, address and network bits of all that ranks on other hosts are reached by.
@@ -920,12 +943,4 @@ def predict_plan(plan: Plan, model: CostModel) -> float:
 def predict_steps(plan: Plan, model: CostModel) -> list[float]:
     """
     Predicted seconds of each step in which chunks go whole.
-    """
-
-def rounds_up_to(
-    ranks: typing.SupportsInt | typing.SupportsIndex,
-    staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
-) -> int:
-    """
-    The largest allreduce in bytes that uses rounds where nothing else is said.
     """

@@ -224,15 +224,15 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "mode",
-        "dimensions, such as 4x8 or 4tx8d",
+        "dimensions, such as 4x8 or 4tx8d, or rounds",
         "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
         _line,
     ),
     Variable(
         "tuning",
         "path of a file, or off",
-        "Which algorithms allreduces across hosts use: what `multiring tune` has measured. Empty: as a short "
-        "measurement at the start tells; off: as without one (docs/tuning.md).",
+        "What allreduces across hosts cost, which `multiring tune` has measured, and rules for sizes. Empty: "
+        "measured at the start; off: assumed (docs/tuning.md).",
         str,
     ),
     Variable(

@@ -19,8 +19,7 @@ from multiring.rendezvous.connect import connect
 from multiring.rendezvous.joined import tell_launcher
 from multiring.rendezvous.mpi import job as mpi_job
 from multiring.settings import Settings
-from multiring.tuning.startup import use_measured_algorithms
-from multiring.tuning.table import Tuning, ranks_of_hosts
+from multiring.tuning.costs import learn_costs
 
 __all__ = [
     "adopt",
@@ -106,10 +105,7 @@ def _join(comm: Any, settings: Settings) -> Communicator:
     core = connect(comm, settings, _generation, _held)
     joined = Communicator(core)
     try:
-        _warn_of_other_tuning(core)
-        chosen = settings.tuning or settings.mode or settings.host_links != "switch"
-        if joined.cross_size > 1 and not chosen:
-            use_measured_algorithms(joined)
+        learn_costs(joined, settings)
         if joined.rank == 0:
             tell_launcher(settings)
     except BaseException:
@@ -126,19 +122,6 @@ def _is_same(comm: Any, other: Any) -> bool:
     if not isinstance(comm, MPI.Intracomm) or not isinstance(other, MPI.Intracomm):
         return False
     return MPI.Comm.Compare(comm, other) in (MPI.IDENT, MPI.CONGRUENT)
-
-
-def _warn_of_other_tuning(core: _core.Communicator) -> None:
-    """A tuning of another cluster is no error: a job may be continued on fewer hosts."""
-    here = Tuning(ranks_of_hosts(core.hosts), ()).layout
-    there = core.tuning.partition(":")[0]
-    if core.rank == 0 and there not in ("", here):
-        _log.warning(
-            "MULTIRING_TUNING is for %s (hosts x ranks on each), and this job has %s: it is not followed; "
-            "run `multiring tune` in a job like this one",
-            there,
-            here,
-        )
 
 
 def shutdown() -> None:

@@ -19,7 +19,8 @@ class Settings(_core.JobSettings):
         secret: Per-job secret, or None.
         job_id: Name of the job; empty means none was given.
         log_level: "debug", "info", "warning" or "error".
-        tuning: File that says which algorithms allreduces across hosts use; the core is told what it says.
+        tuning: File that says what allreduces across hosts cost, and which algorithms they use; the core is
+            told what it says.
         mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
         check_every: Training steps between two comparisons of the training state over ranks; 0 means never.
     """

@@ -56,18 +56,6 @@ std::vector<std::size_t> segments(const Plan& plan) {
   return found;
 }
 
-/// Adds the candidates of one combination of algorithms and one number of channels.
-void add_candidates(const Cluster& cluster, PlanOptions options, const CostModel& model,
-                    std::vector<PlanCandidate>& candidates) {
-  if (missing_link(cluster, options)) return;
-  const Plan plan(cluster, options);
-  const PlanCost cost = predict_steps(plan, model);
-  for (const std::size_t segment : segments(plan)) {
-    options.segment = segment;
-    candidates.push_back({options, cost.seconds(plan.segments_of(segment))});
-  }
-}
-
 /// The dimensions that are tried.
 std::vector<Mode> modes_for(const Cluster& cluster, const PlanOptions& options) {
   if (!options.mode.empty()) return {options.mode};
@@ -88,38 +76,43 @@ std::vector<Mode> modes_for(const Cluster& cluster, const PlanOptions& options) 
 
 }  // namespace
 
-std::vector<PlanCandidate> plan_candidates(const Cluster& cluster, const PlanOptions& options,
-                                           const CostModel& model) {
+std::vector<PlanOptions> plan_options(const Cluster& cluster, const PlanOptions& options) {
   cluster.validate();
+  if (!options.mode.empty()) require_fit(options.mode, cluster);
   std::vector<int> channel_counts{1};
   const std::size_t all_channels = make_channels(cluster, options.channels).size();
   if (all_channels > 1) channel_counts.push_back(static_cast<int>(all_channels));
-  std::vector<PlanCandidate> candidates;
+  std::vector<PlanOptions> found;
   for (const Mode& mode : modes_for(cluster, options)) {
     for (const Mode& combination : combinations(mode, options.order, cluster.fully_linked())) {
+      PlanOptions tried = options;
+      tried.mode = combination;
+      if (missing_link(cluster, tried)) continue;
       for (const int channels : channel_counts) {
-        PlanOptions tried = options;
-        tried.mode = combination;
         tried.channels = channels;
-        add_candidates(cluster, tried, model, candidates);
+        found.push_back(tried);
       }
     }
   }
-  return candidates;
-}
-
-const PlanCandidate& best_candidate(std::span<const PlanCandidate> candidates) {
-  const double least = std::ranges::min(candidates, {}, &PlanCandidate::seconds).seconds;
-  return *std::ranges::find_if(
-      candidates, [&](const PlanCandidate& candidate) { return candidate.seconds <= least * kAsGood; });
+  return found;
 }
 
 Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model) {
-  cluster.validate();
-  if (!options.mode.empty()) require_fit(options.mode, cluster);
-  const std::vector<PlanCandidate> candidates = plan_candidates(cluster, options, model);
-  if (candidates.empty()) throw_unlinked(cluster, options);
-  return {cluster, best_candidate(candidates).options};
+  std::vector<PlanOptions> tried;
+  std::vector<double> seconds;
+  for (PlanOptions& one : plan_options(cluster, options)) {
+    const Plan plan(cluster, one);
+    const PlanCost cost = predict_steps(plan, model);
+    for (const std::size_t segment : segments(plan)) {
+      one.segment = segment;
+      tried.push_back(one);
+      seconds.push_back(cost.seconds(plan.segments_of(segment)));
+    }
+  }
+  if (tried.empty()) throw_unlinked(cluster, options);
+  const double least = *std::ranges::min_element(seconds);
+  const auto found = std::ranges::find_if(seconds, [&](double each) { return each <= least * kAsGood; });
+  return {cluster, tried[static_cast<std::size_t>(found - seconds.begin())]};
 }
 
 }  // namespace multiring

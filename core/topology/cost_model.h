@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
 #include <span>
 #include <vector>
 
 #include "base/export.h"
 #include "topology/plan.h"
+#include "topology/plan_load.h"
 
 namespace multiring {
 
@@ -17,8 +19,12 @@ struct LinkCost {
 
 /// Costs of a plan besides the speeds of its cluster.
 struct CostModel {
-  double message_seconds = 5e-6;             ///< of the processor for one message to another host
-  double interface_message_seconds = 1e-6;   ///< of an interface for one message of any rank
+  double call_seconds = 0.0;                ///< of an allreduce by whatever algorithm
+  double message_seconds = 5e-6;            ///< of the processor for one message to another host
+  double interface_message_seconds = 1e-6;  ///< of an interface for one message of any rank
+  double shared_message_seconds = 0.0;      ///< of what all ranks share, for one message of any of them
+  /// That all hosts together send, as where a switch has less than all its links.
+  double shared_bytes_per_second = std::numeric_limits<double>::infinity();
   double reduction_bytes_per_second = 10e9;  ///< that one rank reads and writes while it adds
   /// Links of the dimensions 1, 2, ... where they differ from the interfaces of the hosts (far hosts behind a
   /// slower switch); further dimensions have the interfaces'.
@@ -31,7 +37,7 @@ struct StepCost {
   double latency = 0.0;             ///< of the network, in which nothing is busy
   double synchronisation = 0.0;     ///< of the ranks of a host
   double interface_messages = 0.0;  ///< of the interface that sends the most messages
-  double wire = 0.0;                ///< of the busiest interface
+  double wire = 0.0;                ///< of the busiest interface, or of what all hosts share
   double messages = 0.0;            ///< of the processor of the rank that sends the most messages
   double memory = 0.0;              ///< of the host or rank that reads and writes the most
 };
@@ -39,7 +45,7 @@ struct StepCost {
 /// Predicted costs of a plan.
 struct MULTIRING_API PlanCost {
   std::vector<StepCost> steps;
-  double busiest_link = 0.0;  ///< seconds that the link with the most bytes of all steps sends or receives
+  double busiest_link = 0.0;  ///< seconds that the busiest link of all steps sends or receives
 
   /// Seconds if every chunk goes in `segments` pieces (at least 1). While one piece is in a step another is
   /// in the next, so that after the first the slower of network and memory decides; but every piece takes
@@ -47,7 +53,11 @@ struct MULTIRING_API PlanCost {
   double seconds(std::size_t segments) const;
 };
 
-/// Raises a usage error for a model that is not positive.
+/// The load of a plan of `cluster`, or of one with other speeds. Raises a usage error for a model that is not
+/// positive.
+MULTIRING_API PlanCost price(const PlanLoad& load, const Cluster& cluster, const CostModel& model);
+
+/// The price of a plan's own load on its own cluster.
 MULTIRING_API PlanCost predict_steps(const Plan& plan, const CostModel& model);
 
 /// Predicted seconds of a plan with its segments.
@@ -57,39 +67,18 @@ MULTIRING_API double predict(const Plan& plan, const CostModel& model);
 /// 2 * (hosts - 1) / hosts of the bytes, and every rank's elements are read and written once.
 MULTIRING_API double limit_seconds(const Plan& plan, const CostModel& model);
 
-/// A plan of which nothing is open, and what it is predicted to take.
-struct PlanCandidate {
-  PlanOptions options;
-  double seconds = 0.0;
-};
-
-/// The plans that choose_plan compares, the simplest first: each combination of algorithms that the links
-/// between hosts allow, with one channel and with all, and with every segment that may be worth it.
-MULTIRING_API std::vector<PlanCandidate> plan_candidates(const Cluster& cluster, const PlanOptions& options,
-                                                         const CostModel& model);
+/// What is compared, the simplest first: each combination of algorithms that the links between hosts allow,
+/// for dimensions of `options.mode` that have none, with one channel and with all.
+MULTIRING_API std::vector<PlanOptions> plan_options(const Cluster& cluster, const PlanOptions& options);
 
 /// A prediction is not more accurate than this, so of what is this close to the quickest the first, that is
 /// the simplest, is taken.
 inline constexpr double kAsGood = 1.02;
-
-/// The first of those that are as good as the quickest; there has to be one.
-MULTIRING_API const PlanCandidate& best_candidate(std::span<const PlanCandidate> candidates);
 
 /// Builds the plan with the lowest predicted time, or of those within the accuracy of a prediction (2 %) the
 /// simplest: chooses algorithms for the dimensions of `options.mode` that have none, the number of channels
 /// up to `options.channels`, and the segment where `options.segment` is 0. The same arguments give the same
 /// plan on every rank. Raises what Plan does.
 MULTIRING_API Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model);
-
-/// A measured message.
-struct Measurement {
-  double bytes = 0.0;
-  double seconds = 0.0;
-};
-
-/// Latency and speed that explain messages best: least squares of the relative errors, since absolute ones
-/// would let the largest messages decide on the latency as well. A latency below 0 becomes 0. Raises a usage
-/// error for fewer than two sizes, times that are not positive, or times that do not grow with the size.
-MULTIRING_API LinkCost fit_link(std::span<const Measurement> measurements);
 
 }  // namespace multiring

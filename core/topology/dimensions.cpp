@@ -53,6 +53,10 @@ std::string ranks_on_hosts(const Cluster& cluster) {
          (each == 1 ? " rank" : " ranks") + (cluster.host_count() == 1 ? ")" : " each)");
 }
 
+bool same_sizes(const Mode& a, const Mode& b) {
+  return std::ranges::equal(a, b, {}, &Dimension::size, &Dimension::size);
+}
+
 }  // namespace
 
 char algorithm_letter(Algorithm algorithm) { return kAlgorithms[static_cast<std::size_t>(algorithm)].letter; }
@@ -90,9 +94,16 @@ std::string format_mode(const Mode& mode) {
 
 void require_fit(const Mode& mode, const Cluster& cluster) {
   const std::string name = "mode " + format_mode(mode);
+  for (std::size_t index = 0; index + 1 < mode.size(); ++index)
+    if (mode[index].algorithm == Algorithm::kDoubling)
+      throw_usage(
+          name +
+          ": recursive doubling leaves the whole sum on every rank, so only the last dimension has it");
+  const Mode flat = flat_mode(cluster);
+  if (same_sizes(mode, flat) || same_sizes(mode, automatic_mode(cluster))) return;
   if (!cluster.regular())
-    throw_usage(name +
-                " needs as many ranks on every host; where hosts differ, the dimensions are automatic");
+    throw_usage(name + " needs as many ranks on every host; where hosts differ, the dimensions are " +
+                format_mode(flat) + ", the ranks of the largest host by the hosts");
   std::int64_t product = 1;
   for (const Dimension& dimension : mode) {
     product *= dimension.size;
@@ -106,11 +117,6 @@ void require_fit(const Mode& mode, const Cluster& cluster) {
     throw_usage(name + " has " + std::to_string(mode.front().size) +
                 " ranks within a host, but the ranks are " + ranks_on_hosts(cluster) +
                 ": the first dimension must be " + std::to_string(each));
-  for (std::size_t index = 0; index + 1 < mode.size(); ++index)
-    if (mode[index].algorithm == Algorithm::kDoubling)
-      throw_usage(
-          name +
-          ": recursive doubling leaves the whole sum on every rank, so only the last dimension has it");
 }
 
 }  // namespace multiring

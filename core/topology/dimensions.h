@@ -58,7 +58,8 @@ constexpr bool needs_any_order(const Dimension& dimension) {
 
 /// Raises a usage error with the numbers unless `mode` fits: its product is the number of ranks, its first
 /// dimension that of ranks on each host, and only the last dimension uses recursive doubling, which leaves
-/// nothing to divide among further ones. A cluster whose hosts have different numbers of ranks has no mode.
+/// nothing to divide among further ones. Where hosts have different numbers of ranks, the sizes are those of
+/// flat_mode() or automatic_mode().
 MULTIRING_API void require_fit(const Mode& mode, const Cluster& cluster);
 
 /// The dimensions of a cluster without a forced mode: within hosts, and across hosts if there are several, of

@@ -12,24 +12,19 @@
 namespace multiring {
 namespace {
 
-bool same_sizes(const Mode& a, const Mode& b) {
-  return std::ranges::equal(a, b, {}, &Dimension::size, &Dimension::size);
-}
-
 /// What passes between neighbours only.
 Algorithm neighbour_algorithm(const Cluster& cluster, Order order) {
   return order == Order::kAny && cluster.links == HostLinks::kRing ? Algorithm::kRing : Algorithm::kChain;
 }
 
-/// Every dimension with its algorithm. The sizes of automatic modes fit hosts that differ as well.
+/// Every dimension with its algorithm.
 Mode resolve(Mode mode, const Cluster& cluster, const PlanOptions& options) {
   // Each dimension rounds, and bits are not to depend on how many there are.
   if (mode.empty()) {
     mode = options.rounded ? flat_mode(cluster) : automatic_mode(cluster);
     if (!cluster.fully_linked()) mode.back().algorithm = neighbour_algorithm(cluster, options.order);
   }
-  const bool automatic = same_sizes(mode, automatic_mode(cluster)) || same_sizes(mode, flat_mode(cluster));
-  if (cluster.regular() || !automatic) require_fit(mode, cluster);
+  require_fit(mode, cluster);
   for (Dimension& dimension : mode)
     if (!dimension.algorithm) dimension.algorithm = Algorithm::kPairwise;
   return mode;

@@ -24,12 +24,6 @@ void Traffic::clear() {
   std::ranges::fill(adding_, Range{});
 }
 
-std::vector<LinkTraffic> Traffic::cables() const {
-  std::vector<LinkTraffic> found;
-  for (const auto& [ends, cable] : cables_) found.push_back(cable);
-  return found;
-}
-
 std::size_t Traffic::link_of(int host, int channel) const {
   const auto number = static_cast<std::size_t>(host);
   const auto interface =

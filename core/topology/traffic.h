@@ -42,7 +42,7 @@ class MULTIRING_API Traffic {
   const std::vector<LinkTraffic>& links() const { return links_; }
   /// Where hosts reach their neighbours only: by sender, neighbour and interface, each of which has a cable
   /// of its own in each direction. Empty: the hosts share a switch.
-  std::vector<LinkTraffic> cables() const;
+  const std::map<std::tuple<int, int, std::size_t>, LinkTraffic>& cables() const { return cables_; }
   /// By rank.
   const std::vector<RankTraffic>& ranks() const { return ranks_; }
   int host_of(int rank) const { return host_of_[static_cast<std::size_t>(rank)]; }

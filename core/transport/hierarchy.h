@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -10,6 +11,14 @@
 #include "transport/transport.h"
 
 namespace multiring {
+
+/// Bytes of staging memory of a rank there, for those of the group's rounds: messages are sent in pieces of
+/// it, which should not be small.
+constexpr std::size_t hierarchy_staging_bytes(std::size_t staging_bytes) {
+  constexpr std::size_t kFactor = 4;
+  constexpr std::size_t kMax = std::size_t{2} << 20;
+  return std::min(staging_bytes * kFactor, kMax);
+}
 
 /// Communication of ranks on several hosts without the rounds of the whole group: the ranks of a host have
 /// rounds of their own in shared memory, and ranks of different hosts exchange messages.

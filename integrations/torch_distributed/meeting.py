@@ -21,7 +21,7 @@ from multiring.rendezvous.offered_store import meet
 from multiring.settings import Settings
 from multiring.store import Interrupt, Store
 from multiring.store.base import check_key, check_value, no_such_key
-from multiring.tuning.startup import use_measured_algorithms
+from multiring.tuning.costs import learn_costs
 
 __all__ = ["GroupStore", "TorchStore", "connect_group"]
 
@@ -122,8 +122,8 @@ def connect_group(given: Any) -> Communicator:
     joined = Communicator(core)
     if is_world and rank == 0:
         tell_launcher(settings)
-    if is_world and joined.cross_size > 1 and not settings.tuning and not settings.mode:
-        use_measured_algorithms(joined)
+    if is_world:
+        learn_costs(joined, settings)
     return joined
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from multiring.benchmarks.emulation.hosts import EmulatedHosts
-from multiring.tuning.table import ROUNDS, Algorithm, SizeClass, Tuning
+from multiring.tuning.file import only
 from tests.support import REPOSITORY
 
 # After five seconds without an answer a peer is taken for lost; the kernels' probes are a second apart.
@@ -121,8 +121,8 @@ def assert_sent(ranks: Ranks, count: int, expected: Sequence[float]) -> None:
 
 def test_bytes_tell_which_way_data_goes(emulate: Callable[..., EmulatedHosts], tmp_path: Path) -> None:
     """Bits do not: a setting that nobody follows would pass unseen."""
-    tuning = tmp_path / "tuning.json"
-    tuning.write_text(json.dumps(Tuning((1, 1, 1), (SizeClass(1, Algorithm(ROUNDS)),)).as_json()))
+    tuning = tmp_path / "tuning.txt"
+    tuning.write_text(only("rounds"))
     allreduce = "assert (comm.allreduce(x) == 3).all()"
     settings: list[tuple[str, dict[str, str], Sequence[float]]] = [
         (allreduce, {}, (4 / 3,) * 3),  # a third to each of the others, and the sums of one's own third back

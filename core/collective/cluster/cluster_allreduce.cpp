@@ -5,7 +5,6 @@
 
 #include "base/arithmetic/kernels/copy.h"
 #include "base/cache.h"
-#include "collective/cluster/segments.h"
 
 namespace multiring {
 namespace {
@@ -48,9 +47,9 @@ ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const OperationCall& call
   if (rounded)
     rounded_.emplace(carried_, rounded_reduction(*operations[0], exchange.size()), exchange.size(), order_);
   PlanCache& plans = exchange.plans();
-  const AllreduceAlgorithm* const given = plans.algorithm(bytes_, rounded);
-  const AllreduceAlgorithm algorithm = given != nullptr ? *given : AllreduceAlgorithm{};
-  divide(algorithm.segment);
+  const AllreduceAlgorithm algorithm = plans.algorithm(exchange.transport(), bytes_, order_, rounded);
+  segment_bytes_ = plan_segment_bytes(bytes_, hierarchy_.staging_bytes(), algorithm.segment);
+  segments_ = segment_count(bytes_, segment_bytes_);
   const Range last = segment(segments_ - 1);
   const auto schedule = [&](std::size_t bytes) {
     return plans.schedule(exchange.transport(),
@@ -73,19 +72,6 @@ ClusterAllreduce::~ClusterAllreduce() {
   if (failed) hierarchy_.keep(workspace_);
   for (const InFlightSegment& each : in_flight_)
     if (!each.tickets.empty()) hierarchy_.give_up(each.tickets);
-}
-
-/// Segments of about the same size, at most `wanted` (0: chosen). Staging memory holds one, and a share of
-/// the results of another.
-void ClusterAllreduce::divide(std::size_t wanted) {
-  const std::size_t most = hierarchy_.staging_bytes() / 2 / kCacheLine * kCacheLine;
-  std::size_t bytes =
-      wanted > 0 ? std::clamp(round_up(wanted, kCacheLine), std::min(kCacheLine, most), most)
-                 : std::clamp(bytes_ / segments::kReduceCount, std::min(segments::kMinReduce, most), most);
-  const std::size_t count = segment_count(bytes_, bytes);
-  bytes = round_up((bytes_ + count - 1) / count, kCacheLine);
-  segment_bytes_ = std::min({bytes, most, bytes_});
-  segments_ = segment_count(bytes_, segment_bytes_);
 }
 
 void ClusterAllreduce::connect() {

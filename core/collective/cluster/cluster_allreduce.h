@@ -52,7 +52,6 @@ class ClusterAllreduce : Immovable {
   // Iterations between posting messages and waiting for them: meanwhile those of the next segment are posted.
   static constexpr std::size_t kPipelineDepth = 2;
 
-  void divide(std::size_t wanted);
   void connect();
   Range segment(std::size_t index) const { return segment_range(bytes_, segment_bytes_, index); }
   InFlightSegment& in_flight(std::size_t index) { return in_flight_[index % in_flight_.size()]; }

@@ -5,11 +5,6 @@
 /// How collectives across hosts cut arrays into segments, in bytes. Estimated where nothing else is said.
 namespace multiring::segments {
 
-// Allreduce: fewer bytes should not be worth the messages of another segment. With so many segments several
-// are in flight most of the time.
-inline constexpr std::size_t kMinReduce = 128 * 1024;
-inline constexpr std::size_t kReduceCount = 4;
-
 // Broadcast in a chain of hosts: below kChainFrom for each host, sending to all at once is faster. The chain
 // fills before the last host has the first segment; with so many segments for each host that is a small part
 // of the time.
@@ -23,7 +18,7 @@ inline constexpr std::size_t kMaxGather = 128 * 1024;
 inline constexpr std::size_t kMaxScatter = 128 * 1024;
 
 // Alltoall, gather and scatter: from kMessagesFrom on, and of pieces of kMinPiece or more, messages are worth
-// it, as for allreduces (collective/plan/rounds_limit.h).
+// it. Estimated, not measured.
 inline constexpr std::size_t kMessagesFrom = 16 * 1024;
 inline constexpr std::size_t kMinPiece = 1024;
 inline constexpr std::size_t kMaxCopy = 256 * 1024;

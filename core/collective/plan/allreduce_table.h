@@ -1,29 +1,70 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/export.h"
+#include "collective/plan/allreduce_algorithm.h"
+#include "collective/plan/job_costs.h"
+#include "collective/plan/round_load.h"
 #include "topology/cost_model.h"
 
 namespace multiring {
 
-/// A way to run an allreduce across hosts: a row of `multiring plan --explain`.
+/// An algorithm of an allreduce across hosts: a row of `multiring plan --explain`.
 struct AlgorithmRow {
   std::string name;            ///< "rounds" (mirrored exchanges, no plan), or the mode of a plan
   std::string excluded;        ///< why it does not run here; empty: it does
   std::size_t hops = 0;        ///< messages between hosts, each of which waits for the one before
   std::size_t rank_bytes = 0;  ///< the most that a rank sends to other hosts, without headers
   double seconds = 0.0;        ///< by the cost model, with the exchange of headers that comes before a plan
-  bool is_default = false;     ///< what runs where no mode is forced and no tuning is given
-  bool is_quickest = false;    ///< of those within 2 % of the lowest time, the simplest
+  bool is_compared = false;    ///< with the others, to choose
+  bool is_chosen = false;      ///< the simplest of those within 2 % of the lowest time: what a job runs
 };
 
-/// All ways to run the allreduce of `options` among several hosts: rounds, the plans that `choose_plan`
-/// compares (the best segment of each), then what it leaves out. `staging_bytes`: what a rank publishes in a
-/// round at most. Raises what Plan does.
-MULTIRING_API std::vector<AlgorithmRow> allreduce_table(const Cluster& cluster, const PlanOptions& options,
-                                                        const CostModel& model, std::size_t staging_bytes);
+/// The algorithms of allreduces among several hosts, each with its costs: what predicts, and what chooses.
+class MULTIRING_API AllreduceTable {
+ public:
+  /// `staging_bytes`: what a rank publishes in a round at most. Raises a usage error for a single host, a
+  /// cluster that is not valid, or no staging memory.
+  AllreduceTable(Cluster cluster, CostModel model, std::size_t staging_bytes);
+
+  /// What runs the allreduce of `options`, which a `mode` restricts. Of values that are rounded between hosts
+  /// the mode of the plan decides on bits, so it is always the automatic one. Raises what Plan does.
+  AllreduceAlgorithm quickest(const PlanOptions& options) const;
+
+  /// What an algorithm does with an array of float32, whatever it costs.
+  struct Load {
+    std::size_t bytes = 0;
+    std::optional<PlanLoad> plan;  ///< none: rounds
+    std::size_t segments = 1;      ///< of the plan
+  };
+  Load load_of(const AllreduceAlgorithm& algorithm, std::size_t bytes) const;
+  /// Predicted, at other costs than those of the table.
+  double seconds(const Load& load, const JobCosts& costs) const;
+
+  /// All algorithms: rounds, the plans that are compared, then what does not run here.
+  std::vector<AlgorithmRow> rows(const PlanOptions& options) const;
+
+ private:
+  struct Entry {
+    AllreduceAlgorithm algorithm;
+    PlanOptions options;  ///< of the plan
+    double seconds = 0.0;
+  };
+
+  std::vector<Entry> entries(const PlanOptions& options) const;
+  Load load_of(const Plan& plan, std::size_t bytes, std::size_t segment) const;
+  double seconds(const Load& load, const Cluster& cluster, const CostModel& model) const;
+  AlgorithmRow row_of(const Entry& entry) const;
+  AlgorithmRow other_row(const PlanOptions& options) const;
+
+  Cluster cluster_;
+  CostModel model_;
+  std::size_t staging_bytes_;
+  RoundLoad round_;
+};
 
 }  // namespace multiring

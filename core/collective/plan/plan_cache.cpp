@@ -1,35 +1,44 @@
 #include "collective/plan/plan_cache.h"
 
+#include <algorithm>
+#include <bit>
+#include <string>
+
 #include "base/cache.h"
+#include "base/error.h"
 #include "topology/transfers.h"
 
 namespace multiring {
 namespace {
 
-// Plans of one channel do not depend on speeds. Messages are striped over interfaces below.
-constexpr Interface kAnyInterface{1e9, 0.0};
+/// The largest size that is taken for the same as `bytes`: there are four in each power of two.
+std::size_t class_of(std::size_t bytes) {
+  const int step = std::max(static_cast<int>(std::bit_width(bytes)) - 3, 0);
+  return round_up(bytes, std::size_t{1} << step);
+}
 
 /// Whether in which order elements are added, or which sums of them are rounded, depends on their chunk.
 bool depends_on_chunk(Algorithm algorithm, bool rounded) {
   return algorithm == Algorithm::kRing || (rounded && algorithm == Algorithm::kChain);
 }
 
-}  // namespace
-
-void PlanCache::find_cluster(const Transport& transport) {
+/// The hosts and ranks of a group. Messages are striped over interfaces below.
+Cluster cluster_of(const Transport& transport) {
   std::map<int, Host> hosts;
-  for (int rank = 0; rank < transport.size(); ++rank) {
-    Host& host = hosts[transport.host_number(rank)];
-    host.ranks.push_back(rank);
-    host.interfaces = {kAnyInterface};
-  }
-  cluster_.hosts.clear();
-  for (auto& [number, host] : hosts) cluster_.hosts.push_back(std::move(host));
-  cluster_.links = transport.fully_linked() ? HostLinks::kSwitch
-                   : transport.has_link(cluster_.hosts.front().ranks[0], cluster_.hosts.back().ranks[0])
-                       ? HostLinks::kRing
-                       : HostLinks::kLine;
+  for (int rank = 0; rank < transport.size(); ++rank)
+    hosts[transport.host_number(rank)].ranks.push_back(rank);
+  Cluster cluster;
+  for (auto& [number, host] : hosts) cluster.hosts.push_back(std::move(host));
+  const auto first = [&](const Host& host) { return host.ranks.front(); };
+  cluster.links = transport.fully_linked() ? HostLinks::kSwitch
+                  : transport.has_link(first(cluster.hosts.front()), first(cluster.hosts.back()))
+                      ? HostLinks::kRing
+                      : HostLinks::kLine;
+  set_speeds(cluster, {});
+  return cluster;
 }
+
+}  // namespace
 
 Mode PlanCache::mode_for(const Request& request) const {
   Mode mode = request.mode;
@@ -51,38 +60,83 @@ Plan PlanCache::plan(const Request& request) const {
   return Plan(cluster_, options);
 }
 
-void PlanCache::require_plan(const Mode& mode, const Transport& transport) const {
-  require_fit(mode, cluster_);
+void PlanCache::require_fit_and_links(const AllreduceAlgorithm& algorithm, const Transport& transport) const {
+  if (algorithm.staged) return;
+  require_fit(algorithm.mode, cluster_);
   PlanOptions options;
-  options.mode = mode;
+  options.mode = algorithm.mode;
   const std::optional<std::pair<int, int>> missing = missing_link(cluster_, options);
   if (!missing) return;
   const auto name = [&](int host) {
     return transport.host(cluster_.hosts[static_cast<std::size_t>(host)].ranks[0]);
   };
-  throw_usage("mode " + format_mode(mode) + " sends from " + name(missing->first) + " to " +
+  throw_usage("mode " + format_mode(algorithm.mode) + " sends from " + name(missing->first) + " to " +
               name(missing->second) +
               ", which are no neighbours (MULTIRING_HOST_LINKS); between hosts take a chain (c), or in any "
               "order a ring (r)");
 }
 
-void PlanCache::force_mode(Mode mode, const Transport& transport) {
-  find_cluster(transport);
-  require_plan(mode, transport);
-  forced_.mode = std::move(mode);
+void PlanCache::force(AllreduceAlgorithm algorithm, const Transport& transport) {
+  cluster_ = cluster_of(transport);
+  require_fit_and_links(algorithm, transport);
+  forced_ = std::move(algorithm);
 }
 
 void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
-  find_cluster(transport);
-  if (tuning.layout() != layout_text(cluster_)) tuning = {};
-  for (const Tuning::SizeClass& each : tuning.classes())
-    if (!each.algorithm.mode.empty()) require_plan(each.algorithm.mode, transport);
+  if (!transport.shares_memory()) cluster_ = cluster_of(transport);
+  for (const Tuning::Rule& rule : tuning.rules()) {
+    if (transport.shares_memory()) break;  // where no plan is used
+    try {
+      require_fit_and_links(rule.algorithm, transport);
+    } catch (const Error& error) {
+      throw_usage("line " + std::to_string(rule.line) + " of the tuning: " + error.what());
+    }
+  }
   tuning_ = std::move(tuning);
+  table_.reset();
+  quickest_.clear();
 }
 
-const AllreduceAlgorithm* PlanCache::algorithm(std::size_t bytes, bool rounded) const {
-  if (!forced_.mode.empty()) return &forced_;
-  return rounded ? nullptr : tuning_.algorithm(bytes);
+AllreduceTable PlanCache::table(const Transport& transport) const {
+  const JobCosts costs = tuning_.costs().value_or(JobCosts{});
+  Cluster cluster = cluster_of(transport);
+  set_speeds(cluster, costs);
+  return {std::move(cluster), cost_model(costs), transport.staging_bytes()};
+}
+
+std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, std::size_t bytes, Order order) {
+  PlanOptions options;
+  options.count = bytes / sizeof(float);
+  options.order = order;
+  std::vector<AlgorithmRow> rows = table(transport).rows(options);
+  const AllreduceAlgorithm& used = algorithm(transport, bytes, order, false);
+  std::string name = "rounds";
+  if (!used.staged)
+    name = format_mode(plan({.count = options.count, .order = order, .mode = used.mode}).mode());
+  for (AlgorithmRow& row : rows) row.is_chosen = row.name == name;
+  return rows;
+}
+
+JobCosts PlanCache::fit(std::span<const AllreduceProbe> probes, const Transport& transport) {
+  return fit_costs(cluster_of(transport), probes, transport.staging_bytes());
+}
+
+const AllreduceAlgorithm& PlanCache::algorithm(const Transport& transport, std::size_t bytes, Order order,
+                                               bool rounded) {
+  if (forced_) return *forced_;
+  if (const AllreduceAlgorithm* const rule = rounded ? nullptr : tuning_.rule(bytes); rule != nullptr)
+    return *rule;
+  const std::size_t most = class_of(bytes);
+  const auto found = quickest_.find({most, order, rounded});
+  if (found != quickest_.end()) return found->second;
+  if (!table_) table_ = table(transport);
+  // As for float32 of so many bytes; sums of narrower types are wider on their way.
+  PlanOptions options;
+  options.count = most / sizeof(float);
+  options.order = order;
+  options.rounded = rounded;
+  if (rounded) options.dtype = DType::kBFloat16;
+  return quickest_.emplace(std::tuple(most, order, rounded), table_->quickest(options)).first->second;
 }
 
 std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, Request request) {
@@ -90,7 +144,7 @@ std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transpo
     recent_.splice(recent_.begin(), recent_, found->second);
     return recent_.front().second;
   }
-  if (cluster_.hosts.empty()) find_cluster(transport);
+  if (cluster_.hosts.empty()) cluster_ = cluster_of(transport);
   auto made = std::make_shared<RankSchedule>(make_schedule(plan(request), transport.rank()));
   if (recent_.size() >= kMaxSchedules) {
     index_.erase(recent_.back().first);

@@ -4,13 +4,17 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/arithmetic/dtype.h"
 #include "base/arithmetic/order.h"
 #include "base/export.h"
+#include "collective/plan/allreduce_table.h"
+#include "collective/plan/fit_costs.h"
 #include "collective/plan/plan_schedule.h"
 #include "collective/plan/tuning.h"
 #include "transport/transport.h"
@@ -36,15 +40,20 @@ class MULTIRING_API PlanCache {
     auto operator<=>(const Request&) const = default;
   };
 
-  /// All allreduces of at least one byte use plans of this mode, whatever the tuning. Raises a usage error
-  /// unless the mode fits the ranks and the links between hosts.
-  void force_mode(Mode mode, const Transport& transport);
-  /// Replaces the tuning. It counts if its layout is that of these hosts and ranks, and not for allreduces
-  /// that round between hosts, whose bits may not depend on the size. Raises a usage error where a mode does
-  /// not fit the ranks or the links.
+  /// All allreduces of at least one byte use this algorithm, whatever the tuning. Raises a usage error unless
+  /// it fits the ranks and the links between hosts.
+  void force(AllreduceAlgorithm algorithm, const Transport& transport);
+  /// Replaces the tuning. Raises a usage error where a rule does not fit the ranks or the links.
   void set_tuning(Tuning tuning, const Transport& transport);
-  /// The forced or tuned algorithm of an allreduce of so many bytes; null: neither.
-  const AllreduceAlgorithm* algorithm(std::size_t bytes, bool rounded) const;
+  /// Of an allreduce of so many bytes: what is forced, or what a rule of the tuning says, or else the
+  /// quickest by the table of algorithms. Of what is rounded between hosts bits may not depend on the size,
+  /// so rules do not count there. The same on all ranks.
+  const AllreduceAlgorithm& algorithm(const Transport& transport, std::size_t bytes, Order order,
+                                      bool rounded);
+  /// The table of algorithms of an allreduce of float32, with the one that is used as the chosen one.
+  std::vector<AlgorithmRow> rows(const Transport& transport, std::size_t bytes, Order order);
+  /// The costs that explain what was measured among these ranks (fit_costs.h).
+  static JobCosts fit(std::span<const AllreduceProbe> probes, const Transport& transport);
   /// This rank's schedule. The same requests give schedules that match on all ranks. Least recently used ones
   /// are dropped.
   std::shared_ptr<const RankSchedule> schedule(const Transport& transport, Request request);
@@ -54,15 +63,17 @@ class MULTIRING_API PlanCache {
  private:
   using Kept = std::pair<Request, std::shared_ptr<const RankSchedule>>;
 
-  void find_cluster(const Transport& transport);
+  AllreduceTable table(const Transport& transport) const;
   Mode mode_for(const Request& request) const;
   Plan plan(const Request& request) const;
-  void require_plan(const Mode& mode, const Transport& transport) const;
+  void require_fit_and_links(const AllreduceAlgorithm& algorithm, const Transport& transport) const;
 
-  Cluster cluster_;            // empty: not yet found
-  AllreduceAlgorithm forced_;  // without a mode: none
+  Cluster cluster_;  // empty: not yet found
+  std::optional<AllreduceAlgorithm> forced_;
   Tuning tuning_;
-  std::list<Kept> recent_;  // most recently used first
+  std::optional<AllreduceTable> table_;
+  std::map<std::tuple<std::size_t, Order, bool>, AllreduceAlgorithm> quickest_;  // by class of sizes
+  std::list<Kept> recent_;                                                       // most recently used first
   std::map<Request, std::list<Kept>::iterator> index_;
   std::shared_ptr<std::vector<std::byte>> workspace_;
 };

@@ -1,51 +1,50 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/export.h"
-#include "topology/cluster.h"
-#include "topology/dimensions.h"
+#include "collective/plan/allreduce_algorithm.h"
+#include "collective/plan/job_costs.h"
 
 namespace multiring {
 
-/// How an allreduce across hosts runs.
-struct AllreduceAlgorithm {
-  bool staged = false;      ///< every rank's whole array goes to every host, without a plan ("rounds")
-  Mode mode;                ///< of the plan; empty: automatic
-  std::size_t segment = 0;  ///< bytes of a segment of the plan, as far as staging memory has room; 0: chosen
-};
-
-/// The algorithm for each size, as `multiring tune` has measured them on a cluster. Written in one line, as
-/// `4x2:16384=rounds,1048576=2tx4d,67108864=auto/65536`: hosts x ranks on each (or the ranks of each host, as
-/// `2+1`), then for every class its largest size in bytes, the mode ("auto": automatic) or "rounds" (staged),
-/// and bytes of a segment unless chosen automatically. Larger sizes belong to the last class.
+/// What is known of a job before it starts, line by line; from `#` on a line is a comment:
+///
+///     costs latency=3e-05 bytes_per_second=1.1e+09 ...
+///     0-16K rounds
+///     1M- 4px2d/256K
+///
+/// The costs are those that `multiring tune` has measured; what is missing keeps its default. Other lines are
+/// rules for users who know better than the cost model: allreduces of at least and at most so many bytes, on
+/// a rank, use this algorithm (parse_algorithm). The first rule that matches wins.
 class MULTIRING_API Tuning {
  public:
-  struct SizeClass {
-    std::size_t up_to = 0;  ///< bytes
-    AllreduceAlgorithm algorithm;
-  };
-
-  /// No classes.
+  /// Nothing is known.
   Tuning() = default;
-  /// Raises a usage error that shows the text and what is wrong with it.
+  /// Raises a usage error with the number of the line that is wrong.
   static Tuning parse(std::string_view text);
 
-  /// Hosts and ranks of the measurement, as written.
-  const std::string& layout() const { return layout_; }
-  const std::vector<SizeClass>& classes() const { return classes_; }
-  /// For an allreduce of so many bytes; null: there are no classes.
-  const AllreduceAlgorithm* algorithm(std::size_t bytes) const;
+  struct Rule {
+    std::size_t min_bytes = 0;
+    std::size_t max_bytes = 0;
+    AllreduceAlgorithm algorithm;
+    std::size_t line = 0;
+  };
+  const std::vector<Rule>& rules() const { return rules_; }
+  /// For an allreduce of so many bytes; null: none matches.
+  const AllreduceAlgorithm* rule(std::size_t bytes) const;
+  /// None: not measured.
+  const std::optional<JobCosts>& costs() const { return costs_; }
+  /// The line of the costs alone, which hold for other groups of ranks as well; empty: none.
+  std::string costs_text() const;
 
  private:
-  std::string layout_;
-  std::vector<SizeClass> classes_;
+  std::vector<Rule> rules_;
+  std::optional<JobCosts> costs_;
 };
-
-/// The hosts of a cluster as a tuning names them.
-MULTIRING_API std::string layout_text(const Cluster& cluster);
 
 }  // namespace multiring

@@ -1,33 +1,28 @@
-"""`multiring tune`: measures the algorithms of allreduces across hosts, by size, and keeps the best."""
+"""`multiring tune`: measures what allreduces across hosts cost, for the table of algorithms."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import multiring
-from multiring import _core as native
 from multiring import config, units
-from multiring.commands.argument_types import ITEM, array_sizes, wall_seconds
-from multiring.commands.doctor import links
+from multiring.commands.argument_types import array_sizes, wall_seconds
+from multiring.commands.plan.report import table
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
-from multiring.tuning.measure import Measured, classes_of, measure
-from multiring.tuning.table import AUTO, OFF, ROUNDS, Tuning, ranks_of_hosts
+from multiring.tuning.file import OFF
+from multiring.tuning.measure import Measured, algorithms_of, measure
 
 __all__ = ["add_arguments", "main"]
 
 DEFAULT_SIZES = [1024 * 4**power for power in range(9)]
-_MAX_PAIRS = 8
+_TURN_SECONDS = 0.004
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "It is a job itself: start it on the hosts, and with as many ranks on each, as the jobs that are to\n"
         "use what it finds. Nothing else should be running there.\n\n"
         "  multiring run -H node0:4,node1:4 -m multiring tune\n"
-        "  MULTIRING_TUNING=~/.cache/multiring/tuning-2x4.json multiring run -H node0:4,node1:4 train.py"
+        "  MULTIRING_TUNING=~/.cache/multiring/tuning-2x4.txt multiring run -H node0:4,node1:4 train.py"
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="what to write, on the host of rank 0 [~/.cache/multiring/tuning-HOSTSxRANKS.json]",
+        help="what to write, on the host of rank 0 [~/.cache/multiring/tuning-HOSTSxRANKS.txt]",
     )
     parser.add_argument(
         "--sizes",
@@ -74,8 +69,6 @@ def main(args: argparse.Namespace) -> int:
         )
     if mode := config.load().mode:
         raise UsageError(f"MULTIRING_MODE={mode} leaves nothing to choose: unset it for `multiring tune`")
-    if (links := config.load().host_links) != "switch":
-        raise UsageError(f"MULTIRING_HOST_LINKS={links} leaves nothing to choose: see docs/tuning.md")
     # The file that is to be replaced may be of another cluster, and need not be there.
     os.environ["MULTIRING_TUNING"] = OFF
     comm = multiring.init()
@@ -92,24 +85,28 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tune(comm: Communicator, args: argparse.Namespace) -> None:
-    ranks = ranks_of_hosts(comm._core.hosts)
-    path = (args.output or _default_path(Tuning(ranks, ()))).absolute()
+    layout = _layout(comm)
+    path = (args.output or Path.home() / ".cache" / "multiring" / f"tuning-{layout}.txt").absolute()
     _require_writable(comm, path)
     say = _say if comm.rank == 0 else _be_silent
-    rate, latency = _measure_link(comm)
-    say(f"{Tuning(ranks, ()).layout} (hosts x ranks): {units.rate_text(rate)}, {units.seconds_text(latency)}")
-    measured = measure(comm, sorted(args.sizes), args.seconds, say)
+    measured = measure(
+        comm, algorithms_of(comm), sorted(args.sizes), args.seconds, say, turn_seconds=_TURN_SECONDS
+    )
+    costs = comm.broadcast_object(comm._core.fit_costs(measured) if comm.rank == 0 else "")
+    comm._core.set_tuning(costs)
     if comm.rank == 0:
-        tuning = Tuning(ranks, classes_of(measured, comm.size))
-        predicted = [_predict(comm._core.hosts, ranks, rate, latency, each) for each in measured]
-        print(_table(measured, predicted, tuning))
-        _write(path, tuning, measured, predicted)
+        lines = _compare(comm, measured)
+        print("\n".join(lines))
+        _write(path, [f"multiring {multiring.__version__}, {layout} (hosts x ranks)", *lines], costs)
         print(f"\nwritten: {path}\nto use it, on every host: export MULTIRING_TUNING={path}", flush=True)
     comm.barrier()
 
 
-def _default_path(tuning: Tuning) -> Path:
-    return Path.home() / ".cache" / "multiring" / f"tuning-{tuning.layout}.json"
+def _layout(comm: Communicator) -> str:
+    """The hosts in short: "4x2" is four of two ranks each, "2+1" two that differ."""
+    hosts = comm._core.hosts
+    ranks = [hosts.count(host) for host in dict.fromkeys(hosts)]
+    return f"{len(ranks)}x{ranks[0]}" if len(set(ranks)) == 1 else "+".join(map(str, ranks))
 
 
 def _require_writable(comm: Communicator, path: Path) -> None:
@@ -128,67 +125,38 @@ def _require_writable(comm: Communicator, path: Path) -> None:
         raise UsageError(f"{path} cannot be written on the host of rank 0: {wrong}; name another --output")
 
 
-def _measure_link(comm: Communicator) -> tuple[float, float]:
-    """Bytes per second and latency of the slowest pair of neighbouring hosts."""
-    hosts = comm._core.hosts
-    first = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    own: list[tuple[float, float]] = []
-    for sender, receiver in list(pairwise(first))[:_MAX_PAIRS]:
-        if comm.rank == sender:
-            own.append(links.probe(comm, receiver))
-        elif comm.rank == receiver:
-            links.answer(comm, sender)
-        comm.barrier()
-    pairs = [pair for found in comm.allgather_object(own) for pair in found]
-    return min(rate for rate, _ in pairs), max(latency for _, latency in pairs)
+def _compare(comm: Communicator, measured: Sequence[Measured]) -> list[str]:
+    """What the costs predict beside what was measured, and how much longer than the quickest the chosen
+    algorithm takes."""
+    rows = [["size", "algorithm", "predicted", "measured", ""]]
+    worst = 0.0
+    for nbytes in sorted({one.nbytes for one in measured}):
+        here = {one.algorithm: one.seconds for one in measured if one.nbytes == nbytes}
+        least = min(here.values())
+        for row in comm._core.allreduce_rows(nbytes, "canonical"):
+            if row.name not in here and not row.is_chosen:
+                continue
+            seconds = here.get(row.name)
+            notes = ["chosen"] if row.is_chosen else []
+            notes += ["quickest"] if seconds == least else []
+            if row.is_chosen and seconds is not None:
+                worst = max(worst, seconds / least)
+            rows.append(
+                [
+                    units.size_text(nbytes),
+                    row.name,
+                    units.seconds_text(row.seconds),
+                    "-" if seconds is None else units.seconds_text(seconds),
+                    ", ".join(notes),
+                ]
+            )
+    return [*table(rows, left=(1, 4)), f"at worst the chosen one takes {worst:.2f} times the quickest"]
 
 
-def _predict(
-    hosts: Sequence[int], ranks: Sequence[int], rate: float, latency: float, measured: Measured
-) -> float | None:
-    """Seconds by the cost model; None: it knows nothing of rounds."""
-    if measured.algorithm.mode == ROUNDS:
-        return None
-    dealt = len(hosts) > len(ranks) and hosts[1] != hosts[0]
-    cluster = native.Cluster(list(ranks), [native.Interface(rate, latency)], round_robin=dealt)
-    request, model = native.PlanRequest(), native.CostModel()
-    request.count, request.segment = measured.nbytes // ITEM, measured.algorithm.segment // ITEM
-    request.mode = "" if measured.algorithm.mode == AUTO else measured.algorithm.mode
-    plan = native.Plan(cluster, request)
-    if len(set(ranks)) == 1:  # all algorithms are given, so that only the segment is chosen
-        request.mode = plan.mode
-        plan = native.choose_plan(cluster, request, model)
-    return native.predict_plan(plan, model)
-
-
-def _table(measured: Sequence[Measured], predicted: Sequence[float | None], tuning: Tuning) -> str:
-    lines = [f"{'size':>10}  {'algorithm':<16}  {'predicted':>10}  {'measured':>10}"]
-    size = 0
-    for one, expected in zip(measured, predicted, strict=True):
-        if one.nbytes != size:
-            lines.append("")
-        size = one.nbytes
-        chosen = next((each for each in tuning.classes if size <= each.up_to), tuning.classes[-1])
-        seconds = "-" if expected is None else units.seconds_text(expected)
-        lines.append(
-            f"{units.size_text(size):>10}  {one.algorithm!s:<16}  {seconds:>10}  "
-            f"{units.seconds_text(one.seconds):>10}"
-            + ("  chosen" if one.algorithm == chosen.algorithm else "")
-        )
-    return "\n".join(lines)
-
-
-def _write(
-    path: Path, tuning: Tuning, measured: Sequence[Measured], predicted: Sequence[float | None]
-) -> None:
+def _write(path: Path, comments: Sequence[str], costs: str) -> None:
     """The file is there whole or not at all: jobs may be starting."""
-    rows: list[dict[str, Any]] = [
-        {**asdict(one), "algorithm": str(one.algorithm), "predicted_seconds": expected}
-        for one, expected in zip(measured, predicted, strict=True)
-    ]
-    found = {**tuning.as_json(), "multiring": multiring.__version__, "measured": rows}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as draft:
-        draft.write(json.dumps(found, indent=2) + "\n")
+        draft.write("".join(f"# {line}\n" for line in comments) + costs + "\n")
     try:
         Path(draft.name).chmod(0o644)
         Path(draft.name).replace(path)

@@ -24,8 +24,8 @@ from multiring.rendezvous.mpi.bridge import carries
 from multiring.rendezvous.user_secret import OTHER_USER_SECRET
 from multiring.settings import Settings
 from multiring.store import OTHER_SECRET, FileStore, Interrupt, Store, open_store, serve_store
-from multiring.tuning.table import OFF
-from multiring.tuning.table import load as load_tuning
+from multiring.tuning.file import OFF
+from multiring.tuning.file import load as load_tuning
 
 __all__ = ["connect", "connect_members"]
 
@@ -117,7 +117,7 @@ def _options(rank: int, size: int, settings: Settings) -> _core.WorldOptions:
     options.size = size
     if settings.tuning and settings.tuning != OFF:
         # Ranks compare what is here, so none measures while others do not.
-        options.tuning = load_tuning(settings.tuning).text if size > 1 else ""
+        options.tuning = load_tuning(settings.tuning) if size > 1 else ""
     options.warn = _warn
     return options
 

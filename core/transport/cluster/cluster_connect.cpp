@@ -188,14 +188,11 @@ void ClusterTransport::open_messages() {
 std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(bool in_store,
                                                                    const WaitOptions& waiting) {
   constexpr std::uint64_t kTag = ~std::uint64_t{0};  // of no subgroup of the user
-  // Messages are sent in pieces of it, which should not be small.
-  constexpr std::size_t kStagingFactor = 4;
-  constexpr std::size_t kMaxStaging = std::size_t{2} << 20;
   std::vector<int> here;
   for (int each = 0; each < size(); ++each)
     if (!is_remote(each)) here.push_back(each);
   SharedTransportOptions shared = options();
-  shared.staging_bytes = std::min(shared.staging_bytes * kStagingFactor, kMaxStaging);
+  shared.staging_bytes = hierarchy_staging_bytes(shared.staging_bytes);
   auto host = std::make_shared<SharedTransport>(host_group(), group_members(here), subgroup_tag(kTag), shared,
                                                 waiting);
   auto network = make_network(1, "plans", in_store, waiting);

@@ -213,17 +213,17 @@ TEST(ForcedModes, OnesThatDoNotFitAreRefused) {
   }
 }
 
-// Every class of sizes goes another way, and fused ones go as their sum of bytes says.
-TEST(TunedBySize, EveryWayHasTheSameBits) {
+// Every size has another algorithm, and fused ones have that of their sum of bytes.
+TEST(TunedBySize, EveryAlgorithmHasTheSameBits) {
   struct Case {
     int hosts;
     const char* tuning;
   };
   for (const Case& each :
-       {Case{2, "2x2:8=rounds,200=2tx2d,5000=auto/64,20000=2x2t/1024,50000=rounds,60000=2x2/500"},
-        Case{4, "4x1:4=1x4d,200=rounds,20000=1x4t,60000=1x2x2d/2048"},
-        Case{3, "2+1+1:200=rounds,5000=auto/100,60000=rounds"},
-        Case{2, "4x4:60000=4x4d"}}) {  // of another cluster
+       {Case{2, "0-8 rounds\n0-200 2tx2d\n0-5000 2px2p/64\n0-20000 2x2t/1K\n0-50000 rounds\n0- 2x2/500"},
+        Case{4, "0-4 1x4d\n0-200 rounds\n0-20000 1x4t\n0- 1x2x2d/2048"},
+        Case{3, "0-200 rounds\n0-5000 2tx3d/100\n0-20000 2x3\n0- rounds"},
+        Case{2, "costs message_seconds=1 latency=1"}, Case{4, "costs shared_bytes_per_second=1"}}) {
     GroupOptions options(TransportKind::kCluster, 4, 4096);
     options.hosts = each.hosts;
     options.communicator.tuning = each.tuning;

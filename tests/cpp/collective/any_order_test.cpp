@@ -289,7 +289,7 @@ TEST(Order, IsPartOfWhatRanksCompare) {
 }
 
 TEST(Order, OneCallMayDifferFromTheJob) {
-  ModeCase each{6, 3, ""};
+  ModeCase each{6, 3, "2px3p"};
   GroupOptions options = each.options();
   options.communicator.order = Order::kCanonical;
   RankGroup group(options);

@@ -173,8 +173,8 @@ TEST(CommDtypeInModes, AllRanksHaveTheSameBits) {
     const char* mode;
     std::vector<std::size_t> messages;  ///< that each rank sends for a segment
   };
-  const std::vector<Case> cases = {{2, "", {2, 2, 2, 2}},      {2, "2x2d", {1, 1, 1, 1}},
-                                   {2, "2tx2t", {1, 1, 0, 0}}, {4, "", {6, 6, 6, 6}},
+  const std::vector<Case> cases = {{2, "2x2", {2, 2, 2, 2}},   {2, "2x2d", {1, 1, 1, 1}},
+                                   {2, "2tx2t", {1, 1, 0, 0}}, {4, "1x4", {6, 6, 6, 6}},
                                    {4, "1x4d", {2, 2, 2, 2}},  {4, "1x4t", {2, 1, 2, 1}},
                                    {4, "1x2x2", {4, 4, 4, 4}}, {4, "1x2tx2d", {2, 1, 2, 1}}};
   for (const Case& each : cases) {

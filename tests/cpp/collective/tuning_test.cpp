@@ -2,7 +2,9 @@
 
 #include "collective/plan/tuning.h"
 
+#include <atomic>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "collective/plan/plan_cache.h"
@@ -35,57 +37,130 @@ Traffic traffic_of(const RankGroup& group, Communicator& communicator, int world
 // RankGroup puts ranks 0 and 3 on one host, 1 and 2 on the other.
 bool is_first_of_host(int rank) { return rank < 2; }
 
-TEST(Tuning, IsRead) {
-  const Tuning tuning = Tuning::parse("4x2:16=rounds,1024=2tx4d,4096=auto/512");
-  EXPECT_EQ(tuning.layout(), "4x2");
-  ASSERT_EQ(tuning.classes().size(), 3u);
-  EXPECT_TRUE(tuning.algorithm(1)->staged);
-  EXPECT_TRUE(tuning.algorithm(16)->staged);
-  EXPECT_EQ(format_mode(tuning.algorithm(17)->mode), "2tx4d");
-  EXPECT_EQ(tuning.algorithm(1024)->segment, 0u);
-  EXPECT_TRUE(tuning.algorithm(1025)->mode.empty());
-  EXPECT_FALSE(tuning.algorithm(4096)->staged);
-  EXPECT_EQ(tuning.algorithm(1 << 30),
-            &tuning.classes().back().algorithm);  // what is larger goes as the last
-  EXPECT_EQ(tuning.algorithm(1 << 30)->segment, 512u);
-  EXPECT_EQ(Tuning().algorithm(1), nullptr);
+TEST(Tuning, TheFirstRuleThatMatchesWins) {
+  const Tuning tuning = Tuning::parse(
+      "# what a user knows\n"
+      "0-16 rounds  # both ends count\n"
+      "\n"
+      "16-1K\t2tx4d\r\n"
+      "8K- 2px4p/64K\n"
+      "0-4095 2px4t");
+  ASSERT_EQ(tuning.rules().size(), 4u);
+  EXPECT_TRUE(tuning.rule(0)->staged);
+  EXPECT_TRUE(tuning.rule(16)->staged);
+  EXPECT_EQ(format_mode(tuning.rule(17)->mode), "2tx4d");
+  EXPECT_EQ(tuning.rule(1024)->segment, 0u);
+  EXPECT_EQ(format_mode(tuning.rule(1025)->mode), "2px4t");
+  EXPECT_EQ(tuning.rule(4096), nullptr);
+  EXPECT_EQ(tuning.rule(std::size_t{1} << 40)->segment, 65536u);
+  EXPECT_EQ(tuning.rules().back().line, 6u);
+  EXPECT_FALSE(tuning.costs());
+  EXPECT_EQ(Tuning().rule(1), nullptr);
 }
 
-TEST(Tuning, WhatIsWrongIsTold) {
-  const auto expect_refused = [](const char* text, const char* told) {
-    expect_usage([&] { Tuning::parse(text); }, told);
+TEST(Tuning, CostsAreReadToTheSameBits) {
+  JobCosts costs;
+  double number = 1.0 / 3.0;
+  visit_costs([&](const char*, double JobCosts::* cost) { costs.*cost = number /= 7.0; });
+  const Tuning tuning = Tuning::parse("1- rounds\ncosts " + format_costs(costs));
+  ASSERT_TRUE(tuning.costs());
+  visit_costs([&](const char* name, double JobCosts::* cost) {
+    EXPECT_EQ((*tuning.costs()).*cost, costs.*cost) << name;
+  });
+  EXPECT_EQ(tuning.costs_text(), "costs " + format_costs(costs));
+  EXPECT_EQ(parse_costs("latency=1e-3").bytes_per_second, JobCosts().bytes_per_second);
+}
+
+TEST(Tuning, TheLineThatIsWrongIsNamed) {
+  const auto expect_refused = [](const std::string& line, const char* told) {
+    expect_usage([&] { Tuning::parse("0- rounds\n" + line); }, "line 2 of the tuning, '" + line + "'");
+    expect_usage([&] { Tuning::parse(line); }, told);
   };
-  expect_refused("", "'' names no hosts");
-  expect_refused(":1=auto", "'' names no hosts");
-  expect_refused("2x2:", "'' names no algorithm");
-  expect_refused("2x2:1=auto,", "'' names no algorithm");
-  expect_refused("2x2:0=auto", "'0' is not a number of bytes");
-  expect_refused("2x2:1K=auto", "'1K' is not a number of bytes");
-  expect_refused("2x2:1=auto/", "'' is not a number of bytes");
-  expect_refused("2x2:1=rounds/4", "'rounds/4' gives rounds a segment size");
-  expect_refused("2x2:8=auto,8=rounds", "'8=rounds' is not for larger sizes");
-  expect_refused("2x2:8=2z", "mode '2z'");
+  expect_refused("{", "neither costs nor a rule");
+  expect_refused("16K", "neither costs nor a rule");
+  expect_refused("0-16K", "neither costs nor a rule");
+  expect_refused("-16K rounds", "'' is not a number of bytes");
+  expect_refused("0-16k rounds", "'16k' is not a number of bytes");
+  expect_refused("0-16KiB rounds", "'16KiB' is not a number of bytes");
+  expect_refused("0-99999999999999999999 rounds", "is not a number of bytes");
+  expect_refused("0-9999999999999G rounds", "is not a number of bytes");
+  expect_refused("2-1 rounds", "'2-1' ends before it begins");
+  expect_refused("0- rounds/4", "'rounds/4' gives rounds a segment");
+  expect_refused("0- 2x2/0", "has a segment of no bytes");
+  expect_refused("0- auto", "mode 'auto'");
+  expect_refused("0- auto", "the other algorithm is rounds");
+  expect_refused("0- 2x2d rounds", "mode '2x2d rounds'");
+  expect_refused("costs latency", "latency is '', not a number of 0 or more");
+  expect_refused("costs latency=-1", "latency is '-1', not a number of 0 or more");
+  expect_refused("costs latency=nan", "latency is 'nan', not a number of 0 or more");
+  expect_refused("costs bytes_per_second=0", "bytes_per_second is '0', not a number above 0");
+  expect_refused("costs speed=1", "there is no cost 'speed'");
+  expect_refused("costs latency=inf", "latency is 'inf'");
+  expect_refused("costs bytes_per_second=inf", "bytes_per_second is 'inf'");
+  expect_refused("costs memory_bytes_per_second=inf", "memory_bytes_per_second is 'inf'");
+  expect_refused("costs latency=1 latency=2", "it has two costs 'latency'");
+  expect_refused("costs", "it names no cost");
+  expect_refused("0- 1x2/18446744073709551615", "is not a number of bytes");
+  EXPECT_EQ(Tuning::parse("costs latency=1\tmessage_seconds=2").costs()->message_seconds, 2.0);
+  expect_usage([] { Tuning::parse("costs latency=1\ncosts latency=2"); }, "the costs are there already");
 }
 
-TEST(Tuning, PlansFollowItWhereItFits) {
-  RankGroup group(two_by_two());
+TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
+  RankGroup group(two_by_two(256 * 1024));
   group.run_transports([](const std::shared_ptr<Transport>& transport) {
     PlanCache plans;
-    EXPECT_EQ(plans.algorithm(1, false), nullptr);
-    plans.set_tuning(Tuning::parse("2x2:16=rounds,99=2x2d"), *transport);
-    EXPECT_TRUE(plans.algorithm(1, false)->staged);
-    EXPECT_EQ(format_mode(plans.algorithm(17, false)->mode), "2x2d");
-    EXPECT_EQ(plans.algorithm(17, true), nullptr) << "bits of what is rounded may not depend on size";
-    for (const char* const other : {"4x2:16=rounds", "2+2:16=rounds", "1x4:16=4t"}) {
-      plans.set_tuning(Tuning::parse(other), *transport);
-      EXPECT_EQ(plans.algorithm(1, false), nullptr) << other;
+    plans.set_tuning(Tuning::parse("0-16 rounds\n17-99 2x2d"), *transport);
+    const auto algorithm = [&](std::size_t bytes, bool rounded = false) {
+      return plans.algorithm(*transport, bytes, Order::kCanonical, rounded);
+    };
+    EXPECT_TRUE(algorithm(1).staged);
+    EXPECT_EQ(format_mode(algorithm(17).mode), "2x2d");
+    EXPECT_EQ(format_mode(algorithm(1 << 20).mode), "2px2p") << "by the table";
+    EXPECT_TRUE(algorithm(17, true).staged) << "bits of what is rounded may not depend on size";
+    EXPECT_EQ(format_mode(algorithm(1 << 20, true).mode), "2px2p");
+    for (const char* const wrong : {"2x3", "4x1", "2dx2"}) {
+      const auto set = [&] {
+        plans.set_tuning(Tuning::parse("0- rounds\n0- " + std::string(wrong)), *transport);
+      };
+      expect_usage(set, "line 2 of the tuning: mode " + std::string(wrong));
     }
-    for (const char* const wrong : {"2x2:16=2x3", "2x2:16=4x1", "2x2:16=rounds,17=2dx2"})
-      expect_usage([&] { plans.set_tuning(Tuning::parse(wrong), *transport); }, "");
-    plans.force_mode(parse_mode("2x2t"), *transport);
-    plans.set_tuning(Tuning::parse("2x2:16=rounds"), *transport);
-    for (const bool rounded : {false, true})
-      EXPECT_EQ(format_mode(plans.algorithm(1, rounded)->mode), "2x2t");
+    plans.force(parse_algorithm("2x2t"), *transport);
+    for (const bool rounded : {false, true}) EXPECT_EQ(format_mode(algorithm(1, rounded).mode), "2x2t");
+    plans.force(parse_algorithm("rounds"), *transport);
+    EXPECT_TRUE(algorithm(1 << 20).staged);
+  });
+}
+
+TEST(Tuning, RulesOfOtherRanksAreNotFollowed) {
+  GroupOptions options = two_by_two();
+  options.communicator.tuning = "0- rounds\n0- 4x2d\ncosts latency=1";
+  std::atomic<int> warnings = 0;
+  options.communicator.warn = [&](const std::string& text) {
+    ++warnings;
+    expect_text(text, "line 2 of the tuning: mode 4x2d is for 8 ranks");
+  };
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    EXPECT_EQ(communicator.tuning(), Tuning::parse("costs latency=1").costs_text());
+    expect_reduced(communicator, make_problem(DType::kFloat32, {ReduceOp::kSum}, 1000, 4));
+  });
+  EXPECT_EQ(warnings, 1) << "of rank 0";
+}
+
+TEST(Tuning, TheTableShowsWhatIsUsed) {
+  GroupOptions options = two_by_two();
+  options.communicator.tuning = "0-1K 2tx2d\n1K-2K rounds";
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    const auto used = [&](std::size_t bytes) {
+      std::string names;
+      for (const AlgorithmRow& row : communicator.allreduce_rows(bytes, Order::kDefault))
+        if (row.is_chosen) names += row.name;
+      return names;
+    };
+    EXPECT_EQ(used(1024), "2tx2d");
+    EXPECT_EQ(used(2048), "rounds");
+    EXPECT_NE(used(1 << 20), "");
   });
 }
 
@@ -93,13 +168,13 @@ TEST(Tuning, MayChangeBetweenOperations) {
   RankGroup group(two_by_two());
   const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, 4);
   group.run([&](Communicator& communicator) {
-    for (const char* const tuning : {"2x2:1=rounds", "2x2:1=2tx2d", "", "2x2:1=auto/64"}) {
+    for (const char* const tuning : {"0- rounds", "0- 2tx2d", "", "0- 2px2p/64", "costs latency=0"}) {
       communicator.set_tuning(tuning);
       SCOPED_TRACE(tuning);
       expect_reduced(communicator, problem);
     }
-    expect_usage([&] { communicator.set_tuning("2x2:1=9x9"); }, "");
-    expect_usage([&] { communicator.set_tuning("2x2:1=rounds,2=9x9"); }, "");
+    expect_usage([&] { communicator.set_tuning("0- 9x9"); }, "");
+    expect_usage([&] { communicator.set_tuning("0-1 rounds\n2- 9x9"); }, "");
   });
 }
 
@@ -118,14 +193,14 @@ TEST(Tuning, WhatIsFollowedDecidesOnTheMessages) {
     };
     const Traffic usual = traffic("");
     EXPECT_GT(usual.plans.messages, 0u) << "everybody exchanges a share";
-    const Traffic rounds = traffic("2x2:1=rounds");
+    const Traffic rounds = traffic("0- rounds");
     EXPECT_EQ(rounds.plans.messages, 0u);
     EXPECT_GE(rounds.rounds.bytes, usual.rounds.bytes + kBytes);
-    const Traffic doubling = traffic("2x2:1=2tx2d");
+    const Traffic doubling = traffic("0- 2tx2d");
     EXPECT_EQ(doubling.plans.messages > 0, is_first_of_host(rank));
     EXPECT_EQ(doubling.plans.bytes, is_first_of_host(rank) ? 2 * kBytes : 0) << "two sums of each host";
-    const Traffic ten = traffic("2x2:1=auto/8192");
-    const Traffic five = traffic("2x2:1=auto/16384");
+    const Traffic ten = traffic("0- 2px2p/8192");
+    const Traffic five = traffic("0- 2px2p/16K");
     EXPECT_EQ(ten.plans.messages, 2 * five.plans.messages);
     EXPECT_NE(ten.plans.messages, usual.plans.messages);
     const Traffic again = traffic("");
@@ -133,9 +208,9 @@ TEST(Tuning, WhatIsFollowedDecidesOnTheMessages) {
   });
 }
 
-TEST(Tuning, EveryClassOfSizesGoesItsWay) {
+TEST(Tuning, EverySizeFollowsItsRule) {
   GroupOptions options = two_by_two(64 * 1024);
-  options.communicator.tuning = "2x2:64=2tx2d,40000=rounds,100000=auto/8192,200000=2tx2t";
+  options.communicator.tuning = "0-64 2tx2d\n0-40000 rounds\n40001-100000 2px2p/8192\n100001- 2tx2t";
   RankGroup group(options);
   group.run([&](Communicator& communicator) {
     const int rank = communicator.rank();
@@ -148,31 +223,30 @@ TEST(Tuning, EveryClassOfSizesGoesItsWay) {
     const std::size_t six_segments = plans(6 * 8192 / sizeof(float));
     EXPECT_GT(six_segments, 0u);
     EXPECT_EQ(plans(12 * 8192 / sizeof(float)), 2 * six_segments);
-    EXPECT_EQ(plans(60000) > 0, is_first_of_host(rank)) << "what is larger than all goes as the last";
+    EXPECT_EQ(plans(60000) > 0, is_first_of_host(rank)) << "to no end";
   });
 }
 
-TEST(Tuning, HoldsForTheSameRanksAndNotForGroups) {
+TEST(Tuning, RulesHoldForTheSameRanksAndCostsForGroupsToo) {
   GroupOptions options = two_by_two();
-  options.communicator.tuning = "2x2:1=2x2d";
+  const std::string costs = Tuning::parse("costs latency=1").costs_text();
+  options.communicator.tuning = "0- 2x2d\n" + costs;
   options.communicator.mode = "2tx2d";
   RankGroup group(options);
   group.run([&](Communicator& communicator) {
     const int rank = communicator.rank();
     const auto same = communicator.duplicate("queue", {});
-    EXPECT_EQ(same->options().tuning, "2x2:1=2x2d");
+    EXPECT_EQ(same->options().tuning, options.communicator.tuning);
     EXPECT_EQ(same->options().mode, "2tx2d");
     const auto all = communicator.split(0, 0, {});  // as gradients are reduced by
-    EXPECT_EQ(all->options().tuning, "2x2:1=2x2d");
+    EXPECT_EQ(all->options().tuning, options.communicator.tuning);
     EXPECT_EQ(all->options().mode, "2tx2d");
     for (const auto& each : {same, all})
       EXPECT_EQ(traffic_of(group, *each, rank, kCount).plans.messages > 0, is_first_of_host(rank));
     for (const auto& others : {communicator.split(0, -communicator.rank(), {}),
                                communicator.split(communicator.rank() % 2, 0, {})}) {
-      EXPECT_EQ(others->options().tuning, "");
+      EXPECT_EQ(others->options().tuning, costs) << "which do not depend on the ranks";
       EXPECT_EQ(others->options().mode, "");
-      const bool planned = others->size() == 4;  // two use exchanges
-      EXPECT_EQ(traffic_of(group, *others, rank, kCount).plans.messages > 0, planned);
     }
   });
 }

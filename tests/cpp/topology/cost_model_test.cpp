@@ -180,37 +180,6 @@ TEST(ChoosePlan, HasAnEndForManyDimensions) {
   EXPECT_EQ(mixed.mode()[1].algorithm, Algorithm::kPairwise);
 }
 
-std::vector<Measurement> measure(double latency, double speed, double noise) {
-  std::vector<Measurement> measured;
-  double sign = 1.0;
-  for (double bytes = 64; bytes < (1 << 26); bytes *= 4, sign = -sign)
-    measured.push_back({bytes, (latency + bytes / speed) * (1.0 + sign * noise)});
-  return measured;
-}
-
-TEST(FitLink, FindsLatencyAndSpeed) {
-  const LinkCost exact = fit_link(measure(20e-6, 1.25e9, 0.0));
-  EXPECT_NEAR(exact.latency, 20e-6, 1e-12);
-  EXPECT_NEAR(exact.bytes_per_second, 1.25e9, 1.0);
-  const LinkCost noisy = fit_link(measure(20e-6, 1.25e9, 0.1));
-  EXPECT_NEAR(noisy.latency, 20e-6, 2e-6) << "though the largest time is a thousand times as long";
-  EXPECT_NEAR(noisy.bytes_per_second, 1.25e9, 0.125e9);
-}
-
-TEST(FitLink, NeverGivesANegativeLatency) {
-  const std::vector<Measurement> bent{{1000, 1e-6}, {2000, 3e-6}, {4000, 7e-6}};
-  const LinkCost link = fit_link(bent);
-  EXPECT_EQ(link.latency, 0.0);
-  EXPECT_GT(link.bytes_per_second, 0.0);
-}
-
-TEST(FitLink, RefusesWhatTellsNothing) {
-  EXPECT_THROW(fit_link({}), Error);
-  EXPECT_THROW(fit_link(std::vector<Measurement>{{100, 1.0}, {100, 2.0}}), Error);
-  EXPECT_THROW(fit_link(std::vector<Measurement>{{100, 2.0}, {200, 1.0}}), Error);
-  EXPECT_THROW(fit_link(std::vector<Measurement>{{100, 0.0}, {200, 1.0}}), Error);
-}
-
 TEST(CostModel, RefusesSpeedsThatAreNone) {
   const Plan plan(gigabit(2, 1), options_for("", 10));
   CostModel model;

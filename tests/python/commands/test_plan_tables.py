@@ -3,35 +3,11 @@ algorithm shows there (python ci/update_tables.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import re
 from typing import Any
 
-from multiring import cli
-from tests.support import REPOSITORY, refused
-
-PAGE = REPOSITORY / "docs" / "algorithms.md"
-
-
-def printed(*arguments: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        assert cli.main(["plan", "--explain", *arguments]) == 0
-    return output.getvalue()
-
-
-def blocks(text: str) -> list[tuple[str, str]]:
-    """The commands of a page, and each with what stands below it, indented."""
-    found = re.findall(r"(?m)^    multiring plan (.*--explain.*)\n((?:\n|    .*\n)+)", text)
-    return [(command, f"    multiring plan {command}\n{below}") for command, below in found]
-
-
-def shown(command: str) -> str:
-    lines = printed(*command.replace("--explain", "").split()).splitlines()
-    return (
-        f"    multiring plan {command}\n\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines) + "\n"
-    )
+from ci.update_tables import PAGE, blocks, printed, shown
+from tests.support import refused
 
 
 def test_the_documentation_shows_what_is_printed() -> None:
@@ -53,8 +29,7 @@ def test_rounds_cross_the_slowest_link() -> None:
 
 def test_json_has_the_same_rows() -> None:
     found = json.loads(printed("--hosts", "4", "--bytes", "64K", "--json"))["algorithms"]
-    assert [row["name"] for row in found if row.get("is_default")] == ["1px4p"]
-    assert [row["name"] for row in found if row.get("is_quickest")] == ["1px4p"]
+    assert [row["name"] for row in found if row.get("is_chosen")] == ["1px4p"]
     seconds = [row["seconds"] for row in found if "seconds" in row]
     assert seconds == sorted(seconds)
     assert found[-1]["name"] == "1px4r"

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import multiring
 from multiring import Communicator, UsageError
-from multiring.tuning import startup
-from multiring.tuning.measure import Measured, candidates, classes_of
-from multiring.tuning.table import AUTO, OFF, ROUNDS, Algorithm, SizeClass, Tuning, load, ranks_of_hosts
+from multiring.tuning import costs
+from multiring.tuning.file import OFF, has_costs, load
+from multiring.tuning.measure import algorithms_of
 from tests.nursery import Nursery
 from tests.support import REPOSITORY, refused, run_job
 
-EXCHANGE, PLAN, DOUBLING = Algorithm(ROUNDS), Algorithm(AUTO), Algorithm("2tx2d")
-CLASSES = (
-    SizeClass(64, DOUBLING),
-    SizeClass(4096, EXCHANGE),
-    SizeClass(100_000, Algorithm(AUTO, 4096)),
-    SizeClass(200_000, Algorithm("2px2t")),
-)
-TUNING = Tuning((2, 2), CLASSES)
+RULES = "0-64 2tx2d\n0-4K rounds\n0-100000 2px2p/4096\n200K- 2px2t"
+# Which no measurement finds: trees, as what all ranks share is busy with messages.
+COSTS = "costs shared_message_seconds=0.001"
 
 TUNE = """
 import os, sys
@@ -38,51 +32,39 @@ sys.exit(cli.main(["tune", *sys.argv[1:]]))
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "tuning.json"
-    path.write_text(json.dumps(TUNING.as_json()))
+    path = tmp_path / "tuning.txt"
+    path.write_text(f"# measured on a Monday\n{RULES}\n\n{COSTS}  # beside a backup\n")
     return path
 
 
-def test_a_file_is_read_as_it_was_written(file: Path) -> None:
-    assert load(str(file)) == TUNING
-    assert TUNING.text == "2x2:64=2tx2d,4096=rounds,100000=auto/4096,200000=2px2t"
-    assert Tuning((2, 1), CLASSES[1:2]).text == "2+1:4096=rounds"
-    assert ranks_of_hosts([0, 1, 2, 0]) == (2, 1, 1)
-    with pytest.raises(UsageError, match="MULTIRING_TUNING names .*missing, which cannot be read: No such"):
-        load(str(file.with_name("missing")))
-
-
-def changed(**fields: Any) -> str:
-    return json.dumps(TUNING.as_json() | fields)
-
-
-def with_class(**fields: Any) -> str:
-    classes = TUNING.as_json()["classes"]
-    classes[1].update(fields)
-    return changed(classes=classes)
+def test_a_file_is_read_without_its_comments(file: Path) -> None:
+    assert load(str(file)) == f"\n{RULES}\n\n{COSTS}", "lines keep their numbers"
+    assert has_costs(load(str(file)))
+    assert not has_costs(RULES)
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("{", " is no JSON"),
-        (" " * (1 << 20) + "{}", " is longer than what `multiring tune` writes"),
-        ("[]", ": format is not 'multiring tuning 1'"),
-        (changed(ranks_of_hosts=None), ": ranks_of_hosts is not a list of one or more"),
-        (changed(ranks_of_hosts=[2, 0]), r": ranks_of_hosts\[1\] is 0, not an integer of 1"),
-        (changed(classes=None), ": classes is not a list"),
-        (changed(classes=[1]), r": classes\[0\] is not an object"),
-        (with_class(up_to_bytes="1K"), r": classes\[1\].up_to_bytes is '1K', not an integer of 1 or more"),
-        (with_class(up_to_bytes=64), r": classes\[1\].up_to_bytes is not larger"),
-        (with_class(segment_bytes=64), r": classes\[1\].segment_bytes has to be 0: rounds"),
-        (with_class(mode=None), r": classes\[1\].mode is not 'rounds', 'auto' or a mode"),
-        (with_class(mode="2x3"), r": classes\[1\].mode does not fit: mode 2x3 is for 6 ranks"),
+        (
+            b"0- rounds\n0-16k rounds\n",
+            "line 2 of the tuning, '0-16k rounds': '16k' is not a number of bytes",
+        ),
+        (b"# {\n{}\n", "line 2 of the tuning, '{}': neither costs nor a rule, such as 0-16K rounds"),
+        (b"costs speed=1\n", "line 1 of the tuning, 'costs speed=1': there is no cost 'speed'"),
+        (b" " * (1 << 20) + b"0- rounds", "is longer than any tuning"),
+        (b"\xff\xfe", "cannot be read: it is no text"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(file: Path, content: str, told: str) -> None:
-    file.write_text(content)
-    with pytest.raises(UsageError, match=rf"tuning\.json{told}"):
+def test_the_line_that_is_wrong_is_named(file: Path, content: bytes, told: str) -> None:
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"{re.escape(str(file))}.*{re.escape(told)}"):
         load(str(file))
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="MULTIRING_TUNING names .*missing, which cannot be read: No such"):
+        load("/missing")
 
 
 def sums(comm: Communicator) -> list[bytes]:
@@ -97,8 +79,8 @@ def sums(comm: Communicator) -> list[bytes]:
     return results
 
 
-def follow(rank: int, path: str, other: str) -> tuple[str, list[bytes]]:
-    os.environ["MULTIRING_TUNING"] = path if rank % 2 == 0 else other
+def follow(rank: int, *paths: str) -> tuple[str, list[bytes]]:
+    os.environ["MULTIRING_TUNING"] = paths[rank % len(paths)]
     comm = multiring.init()
     group = comm.split(comm.rank // 3)
     assert group.allreduce(np.ones(100_000))[0] == group.size
@@ -107,56 +89,54 @@ def follow(rank: int, path: str, other: str) -> tuple[str, list[bytes]]:
 
 def test_jobs_follow_a_file_with_the_same_bits(nursery: Nursery, file: Path) -> None:
     expected = nursery.values(4, sums, hosts=2)[0]
-    found = nursery.values(4, follow, str(file), str(file), init=False, hosts=2)
-    assert found == [(TUNING.text, expected)] * 4
+    found = nursery.values(4, follow, str(file), init=False, hosts=2)
+    assert found == [(load(str(file)), expected)] * 4
     assert "MULTIRING_TUNING" not in nursery.output()
 
 
-def test_other_clusters_do_without_and_rank_0_warns(nursery: Nursery, file: Path) -> None:
-    nursery.values(4, follow, str(file), str(file), init=False, hosts=3)
-    told = "MULTIRING_TUNING is for 2x2 (hosts x ranks on each), and this job has 2+1+1: it is not followed"
+def test_other_clusters_do_without_rules_and_rank_0_warns(nursery: Nursery, file: Path) -> None:
+    found = nursery.values(4, follow, str(file), init=False, hosts=3)
+    assert all(has_costs(tuning) and "rounds" not in tuning for tuning, _ in found)
+    told = "line 2 of the tuning: mode 2tx2d needs as many ranks on every host"
     assert nursery.output().count(told) == 1, nursery.output()
 
 
 def test_ranks_that_follow_different_things(nursery: Nursery, file: Path) -> None:
     """Other files; or one measures, and another one does not."""
-    other, shorter = file.with_name("other.json"), Tuning((2, 2), CLASSES[:2])
-    other.write_text(json.dumps(shorter.as_json()))
-    for tunings, told in (((str(file), str(other)), f"='{shorter.text}'"), (("", OFF), "=")):
+    other = file.with_name("other.txt")
+    other.write_text("0- rounds")
+    for tunings, told in (((str(file), str(other)), "='0- rounds'"), (("", OFF), "=")):
         outcomes = nursery.run(4, follow, *tunings, init=False, hosts=2)
         assert all(isinstance(outcome.error, UsageError) for outcome in outcomes), outcomes
         assert f"rank 1 has MULTIRING_TUNING (what the file says){told}" in str(outcomes[0].error)
 
 
 def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:
-    path = tmp_path / "new" / "tuned.json"
+    path = tmp_path / "new" / "tuned.txt"
     arguments = ["--sizes", "1K,16K,256K", "--seconds", "1000", "--output", path]
     # What is to be replaced does not count, and may be missing.
     result = run_job(4, TUNE, *arguments, env={"HOSTS": "2", "MULTIRING_TUNING": str(path)}, code=0)
-    tuning = load(str(path))
-    assert tuning.ranks == (2, 2)
-    measured = json.loads(path.read_text())["measured"]
-    first = {row["algorithm"]: row for row in measured if row["nbytes"] == 1024}
-    assert set(first) == {"rounds", "auto", "2px2d", "2tx2d", "2tx2t"}
-    assert all(row["seconds"] > 0 for row in measured)
-    assert all((row["predicted_seconds"] is None) == (row["algorithm"] == "rounds") for row in measured)
-    assert {row["nbytes"] for row in measured} == {1024, 16384, 262144}
-    assert result.stdout.count("chosen") == 3, result.stdout
+    written = path.read_text()
+    assert written.startswith(f"# multiring {multiring.__version__}, 2x2 (hosts x ranks)\n")
+    assert has_costs(load(str(path)))
+    algorithms = set(re.findall(r"  1 KiB  (\w+)", result.stdout))
+    assert {"rounds", "2px2p", "2px2d", "2tx2d", "2tx2t"} <= algorithms, result.stdout
+    assert len(re.findall("  chosen(?:, quickest)?\n", result.stdout)) == 3, result.stdout
+    assert len(re.findall("quickest\n", result.stdout)) >= 3, result.stdout
+    assert "at worst the chosen one takes " in written, "for who looks at the file"
     assert f"export MULTIRING_TUNING={path}" in result.stdout
     assert "1 KiB: " in result.stderr
-    nursery.values(4, follow, str(path), str(path), init=False, hosts=2)
+    nursery.values(4, follow, str(path), init=False, hosts=2)
 
 
 def test_the_largest_sizes_are_left_out_where_time_is_short(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
+    path = tmp_path / "tuned.txt"
     arguments = ["--seconds", "1e-9", "--output", path.name]
     env = {"HOSTS": "2", "PYTHONPATH": str(REPOSITORY)}
     result = run_job(3, TUNE, *arguments, env=env, cwd=tmp_path, code=0)
     assert f"export MULTIRING_TUNING={path}\n" in result.stdout, "for jobs that are started elsewhere, too"
     assert "4 KiB and more: left out, as that takes over --seconds 1e-09" in result.stderr
-    found = json.loads(path.read_text())
-    assert found["ranks_of_hosts"] == [2, 1]
-    assert {row["algorithm"] for row in found["measured"]} == {"rounds", "auto"}
+    assert ", 2+1 (hosts x ranks)\n" in path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -175,121 +155,107 @@ def test_tune_is_a_job() -> None:
     assert "multiring run -H node0:4,node1:4 -m multiring tune" in refused("tune")
 
 
-def test_ways_that_fit() -> None:
-    fitting = {(2, 2): "2px2d 2tx2d 2tx2t", (1,) * 12: "1px12d 1px12t 1px4px3p", (2, 1): ""}
-    for ranks, modes in fitting.items():
-        assert list(map(str, candidates(ranks))) == ["rounds", "auto", *modes.split()]
-
-
-def test_the_usual_way_stays_where_it_is_about_as_quick() -> None:
-    rows = [(1024, 80, 100, 60), (4096, 80, 100, 60), (16384, 98, 100, 97), (65536, 300, 100, 300)]
-    measured = [
-        Measured(size, algorithm, float(seconds))
-        for size, *times in rows
-        for algorithm, seconds in zip((EXCHANGE, PLAN, DOUBLING), times, strict=True)
-    ]
-    expected = (SizeClass(8192, DOUBLING), SizeClass(32768, EXCHANGE), SizeClass(65536, PLAN))
-    assert classes_of(measured, 4) == expected
-    # Two ranks use exchanges at all sizes.
-    measured = [Measured(65536, EXCHANGE, 1.0), Measured(65536, PLAN, 0.99)]
-    assert classes_of(measured, 2) == (SizeClass(65536, EXCHANGE),)
-
-
-KIB = 1024
-TREE = Algorithm("2tx2t")
-SIZES = (1 * KIB, 8 * KIB, 32 * KIB, 128 * KIB)
-
-
-def straight(sizes: tuple[int, ...] = SIZES, **lines: tuple[float, float]) -> list[Measured]:
-    """Measurements on lines: microseconds and microseconds per KiB by the algorithms' names."""
-    algorithms = {"rounds": EXCHANGE, "auto": PLAN, "tree": TREE}
-    return [
-        Measured(nbytes, algorithms[name], 1e-6 * (latency + slope * nbytes / KIB))
-        for nbytes in sizes
-        for name, (latency, slope) in lines.items()
-    ]
-
-
-def test_lines_tell_where_one_way_ends_and_the_next_begins() -> None:
-    # The plan is 20 % quicker than rounds from 35 KiB on: as usual.
-    found = startup.classes_by_model(straight(rounds=(100, 9), auto=(300, 1), tree=(500, 9)), 4)
-    assert found == (), "nothing is clearly quicker"
-    found = startup.classes_by_model(straight(rounds=(100, 1), auto=(300, 0.5), tree=(500, 9)), 4)
-    assert found == (SizeClass(128 * KIB, EXCHANGE), SizeClass(256 * KIB, PLAN))
-    found = startup.classes_by_model(straight(rounds=(100, 20), auto=(90, 2), tree=(20, 4)), 4)
-    assert found == (SizeClass(16 * KIB, TREE), SizeClass(256 * KIB, PLAN))
-
-
-def test_what_was_not_measured_goes_as_usual() -> None:
-    found = startup.classes_by_model(straight((KIB,), rounds=(100, 1), auto=(100, 1), tree=(10, 1)), 4)
-    usual = (SizeClass(16 * KIB, EXCHANGE), SizeClass(32 * KIB, PLAN))
-    assert found == (SizeClass(KIB, TREE), *usual)
-
-
-def test_a_way_that_was_given_up_is_none_for_larger_sizes() -> None:
-    # Measured at 1 KiB alone, where it is by far the quickest.
-    measured = [*straight(rounds=(1000, 50), auto=(100, 15)), Measured(KIB, TREE, 31e-6)]
-    found = startup.classes_by_model(measured, 4)
-    assert found == (SizeClass(KIB, TREE), SizeClass(256 * KIB, PLAN))
-
-
-def test_a_line_does_not_overrule_what_was_measured_beside_it() -> None:
-    measured = straight((KIB, 8 * KIB), rounds=(100, 1), auto=(500, 1), tree=(500, 1))
-    # Far quicker at 1 KiB, as slow as rounds at 8 KiB: there the line between them is below both.
-    measured += [Measured(KIB, Algorithm("2px2d"), 1e-6), Measured(8 * KIB, Algorithm("2px2d"), 108e-6)]
-    found = startup.classes_by_model(measured, 4)
-    assert found[0].algorithm == Algorithm("2px2d")
-    beside = [each.algorithm for each in found if 4 * KIB <= each.up_to <= 16 * KIB]
-    assert set(beside) <= {EXCHANGE}, found
-
-
 def start(rank: int, tuning: str) -> tuple[str, str, list[bytes]]:
     os.environ["MULTIRING_TUNING"] = tuning
-    # What would be measured here is chance.
-    startup._MAX_BARRIER_SECONDS = 1e9
-    startup._SECONDS = 1e9
-    startup.classes_by_model = lambda measured, size: (  # type: ignore[assignment]
-        SizeClass(4 * KIB, DOUBLING),
-        SizeClass(8 * KIB, PLAN),
-    )
+    # It may be called crowded here.
+    costs._MAX_BARRIER_SECONDS = 1e9
     comm = multiring.init()
-    arrays = [np.random.default_rng(comm.rank).standard_normal(count) for count in (3, 700, 90_000)]
-    queue = comm.named_queue("q")
-    results = [queue.allreduce(each, name=str(each.size)).tobytes() for each in arrays]
-    assert [comm.allreduce(each).tobytes() for each in arrays] == results
-    duplicate = comm.split(0)
-    return comm._core.tuning, duplicate._core.tuning, results
+    group = comm.split(0)
+    other = comm.split(comm.rank // 3)
+    assert has_costs(other._core.tuning) == has_costs(comm._core.tuning)
+    return comm._core.tuning, group._core.tuning, sums(comm)
 
 
-def test_ranks_follow_it_from_the_start_with_the_same_bits(nursery: Nursery) -> None:
+def test_a_job_measures_at_its_start_with_the_same_bits(nursery: Nursery, file: Path) -> None:
+    without = nursery.values(4, start, OFF, init=False, hosts=2)
+    assert without == [("", "", without[0][2])] * 4
     measured = nursery.values(4, start, "", init=False, hosts=2)
-    usual = nursery.values(4, start, OFF, init=False, hosts=2)
-    for followed, without in zip(measured, usual, strict=True):
-        assert followed[:2] == ("2x2:4096=2tx2d,8192=auto",) * 2
-        assert without == ("", "", followed[2])
+    assert measured == [measured[0]] * 4
+    assert measured[0] == (measured[0][0], measured[0][0], without[0][2])
+    assert has_costs(measured[0][0])
+    file.write_text(RULES)
+    ruled = nursery.values(4, start, str(file), init=False, hosts=2)
+    assert ruled == [ruled[0]] * 4
+    assert ruled[0][0].startswith(RULES + "\ncosts ")
+    assert ruled[0][2] == without[0][2]
 
 
-def start_really(comm: Communicator) -> str:
+def tuning_of(comm: Communicator) -> str:
     assert comm.allreduce(np.ones(50_000))[0] == comm.size
-    return str(comm._core.tuning)
+    return comm._core.tuning
 
 
-@pytest.mark.parametrize(("size", "hosts"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize(("size", "hosts"), [(2, 2), (3, 3)])
 def test_all_ranks_find_the_same(nursery: Nursery, size: int, hosts: int) -> None:
-    assert len(set(nursery.values(size, start_really, hosts=hosts))) == 1
+    assert len(set(nursery.values(size, tuning_of, hosts=hosts))) == 1
 
 
 TELLING = """
 import multiring
-from multiring.tuning import startup
+from multiring.tuning import costs
 from tests.support import pretend_places
 pretend_places([0, 1, 0])
-startup._MAX_BARRIER_SECONDS = 1e9
+costs._MAX_BARRIER_SECONDS = 1e9
 multiring.init()
 """
 
 
 def test_rank_0_tells_what_it_has_found() -> None:
     result = run_job(3, TELLING, env={"MULTIRING_LOG_LEVEL": "info"}, code=0)
-    assert result.stderr.count("allreduces use what was measured in ") == 1, result.stderr
+    told = r"measured allreduces of 1 KiB, 16 KiB, .* in \d+ ms: costs call_seconds="
+    assert len(re.findall(told, result.stderr)) == 1, result.stderr
+    assert len(re.findall(r"allreduces use \w+ up to ", result.stderr)) == 1, result.stderr
+    result = run_job(3, TELLING, env={"MULTIRING_LOG_LEVEL": "debug"}, code=0)
+    assert (
+        len(
+            re.findall("an allreduce of 64 KiB is predicted to take .* by rounds, .* by 2px2p", result.stderr)
+        )
+        == 1
+    )
     assert run_job(3, TELLING, code=0).stderr == ""
+
+
+def sums_by(rank: int, mode: str) -> list[bytes]:
+    os.environ["MULTIRING_MODE"] = mode
+    return sums(multiring.init())
+
+
+def test_a_mode_may_be_rounds_or_have_a_segment(nursery: Nursery) -> None:
+    modes = ("rounds", "2x2/64K", "2tx2t")
+    found = [nursery.values(4, sums_by, mode, init=False, hosts=2) for mode in modes]
+    assert found[0] == found[1] == found[2]
+
+
+SLOW = TELLING.replace("1e9", "0")
+
+
+def test_a_slow_barrier_is_taken_for_the_latency() -> None:
+    result = run_job(3, SLOW, env={"MULTIRING_LOG_LEVEL": "info"}, code=0)
+    assert re.search(r"measured barriers of .* alone in \d+ ms: costs latency=\d", result.stderr), (
+        result.stderr
+    )
+
+
+STOPPED = TELLING.replace(
+    "multiring.init()",
+    """
+measure = costs.measure
+costs.measure = lambda *args, **options: [one._replace(seconds=0.0) for one in measure(*args, **options)]
+comm = multiring.init()
+assert comm.allreduce([1.0]) == [3.0]
+""",
+)
+
+
+def test_a_measurement_that_tells_nothing_ends_no_job() -> None:
+    result = run_job(3, STOPPED, code=0)
+    assert result.stderr.count("cannot be told from the measurement at the start: ") == 1, result.stderr
+
+
+def test_few_algorithms_have_few_peers(nursery: Nursery) -> None:
+    """Each rank would connect to eleven others by the pairwise exchange between all hosts at once."""
+    assert nursery.values(12, few_of, hosts=12)[0] == ["rounds", "1px4px3d", "1px4px3t", "1px4px3p"]
+
+
+def few_of(comm: Communicator) -> list[str]:
+    return algorithms_of(comm, few=True)

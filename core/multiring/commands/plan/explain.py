@@ -20,10 +20,8 @@ def rows_as_text(prediction: Prediction) -> str:
         if row.excluded:
             lines.append([row.name, "-", "-", "-", row.excluded])
             continue
-        marks = ["quickest"] if row.is_quickest else []
-        marks += ["default"] if row.is_default else []
         costs = [str(row.hops), size_text(row.rank_bytes), seconds_text(row.seconds)]
-        lines.append([row.name, *costs, ", ".join(marks)])
+        lines.append([row.name, *costs, "chosen" if row.is_chosen else ""])
     head = [
         cluster_line(prediction),
         f"allreduce of {elements_text(prediction)}, in {prediction.plan.order} order",
@@ -41,8 +39,7 @@ def rows_as_json(prediction: Prediction) -> list[dict[str, Any]]:
             "hops": row.hops,
             "rank_bytes": row.rank_bytes,
             "seconds": row.seconds,
-            "is_default": row.is_default,
-            "is_quickest": row.is_quickest,
+            "is_chosen": row.is_chosen,
         }
         for row in _ordered(prediction)
     ]

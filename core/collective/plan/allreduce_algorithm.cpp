@@ -1,0 +1,63 @@
+#include "collective/plan/allreduce_algorithm.h"
+
+#include <algorithm>
+#include <charconv>
+
+#include "base/cache.h"
+#include "base/error.h"
+#include "topology/chunks.h"
+
+namespace multiring {
+namespace {
+
+// Fewer bytes should not be worth the messages of another segment. With so many segments several are in
+// flight most of the time.
+constexpr std::size_t kMinSegment = 128 * 1024;
+constexpr std::size_t kSegments = 4;
+constexpr std::size_t kMaxBytes = std::size_t{1} << 62;
+
+}  // namespace
+
+std::size_t parse_bytes(std::string_view text) {
+  std::size_t bytes = 0;
+  const char* const end = text.data() + text.size();
+  auto [rest, error] = std::from_chars(text.data(), end, bytes);
+  constexpr std::string_view kUnits = "KMG";
+  if (error == std::errc() && rest + 1 == end && kUnits.find(*rest) != std::string_view::npos) {
+    const std::size_t shift = 10 * (kUnits.find(*rest) + 1);
+    if (bytes <= kMaxBytes >> shift) return bytes << shift;
+  }
+  if (error != std::errc() || rest != end || bytes > kMaxBytes)
+    throw_usage("'" + std::string(text) + "' is not a number of bytes, such as 4096, 64K or 1M");
+  return bytes;
+}
+
+AllreduceAlgorithm parse_algorithm(std::string_view text) {
+  const std::size_t slash = std::min(text.find('/'), text.size());
+  AllreduceAlgorithm algorithm;
+  algorithm.staged = text.substr(0, slash) == "rounds";
+  if (!algorithm.staged) {
+    try {
+      algorithm.mode = parse_mode(text.substr(0, slash));
+    } catch (const Error& error) {
+      throw_usage(std::string(error.what()) + "; the other algorithm is rounds");
+    }
+  }
+  if (slash == text.size()) return algorithm;
+  if (algorithm.staged) throw_usage("'" + std::string(text) + "' gives rounds a segment, which have none");
+  algorithm.segment = parse_bytes(text.substr(slash + 1));
+  if (algorithm.segment == 0) throw_usage("'" + std::string(text) + "' has a segment of no bytes");
+  return algorithm;
+}
+
+std::size_t plan_segment_bytes(std::size_t bytes, std::size_t staging_bytes, std::size_t wanted) {
+  const std::size_t most = staging_bytes / 2 / kCacheLine * kCacheLine;
+  std::size_t segment = wanted > 0
+                            ? std::clamp(round_up(wanted, kCacheLine), std::min(kCacheLine, most), most)
+                            : std::clamp(bytes / kSegments, std::min(kMinSegment, most), most);
+  const std::size_t count = segment_count(bytes, segment);
+  segment = round_up((bytes + count - 1) / count, kCacheLine);
+  return std::min({segment, most, bytes});
+}
+
+}  // namespace multiring

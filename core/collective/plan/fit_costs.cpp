@@ -1,0 +1,154 @@
+#include "collective/plan/fit_costs.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "collective/plan/allreduce_table.h"
+
+namespace multiring {
+namespace {
+
+constexpr std::size_t kCostCount = 8;
+using Vector = std::array<double, kCostCount>;  // logarithms of costs
+using Matrix = std::array<Vector, kCostCount>;
+
+// What is assumed before anything is measured, and how much a factor of e away from it counts, beside an
+// error of a prediction by that factor.
+constexpr double kPriorWeight = 0.05;
+constexpr int kMaxSteps = 100;
+constexpr double kMaxDamping = 1e6;
+constexpr double kGoodEnough = 1e-6;  // of the sum of squares, in a step
+
+JobCosts assumed() {
+  JobCosts costs;
+  costs.call_seconds = 1e-5;  // their defaults, none, have no logarithm
+  costs.shared_message_seconds = 1e-6;
+  costs.shared_bytes_per_second = 1e10;  // nearer to where it would be noticed
+  return costs;
+}
+
+Vector logarithms(const JobCosts& costs) {
+  Vector logs{};
+  std::size_t index = 0;
+  visit_costs([&](const char*, double JobCosts::* cost) { logs[index++] = std::log(costs.*cost); });
+  return logs;
+}
+
+JobCosts costs_of(const Vector& logs) {
+  JobCosts costs;
+  std::size_t index = 0;
+  visit_costs([&](const char*, double JobCosts::* cost) { costs.*cost = std::exp(logs[index++]); });
+  return costs;
+}
+
+/// Solves a * x = b for a symmetric positive definite matrix, by Cholesky's method.
+Vector solve(Matrix a, Vector b) {
+  for (std::size_t i = 0; i < kCostCount; ++i) {
+    for (std::size_t j = 0; j <= i; ++j) {
+      double sum = a[i][j];
+      for (std::size_t k = 0; k < j; ++k) sum -= a[i][k] * a[j][k];
+      a[i][j] = i == j ? std::sqrt(sum) : sum / a[j][j];
+    }
+  }
+  for (std::size_t i = 0; i < kCostCount; ++i) {
+    for (std::size_t k = 0; k < i; ++k) b[i] -= a[i][k] * b[k];
+    b[i] /= a[i][i];
+  }
+  for (std::size_t i = kCostCount; i-- > 0;) {
+    for (std::size_t k = i + 1; k < kCostCount; ++k) b[i] -= a[k][i] * b[k];
+    b[i] /= a[i][i];
+  }
+  return b;
+}
+
+/// How far predictions are from what was measured, and costs from what is assumed.
+class Errors {
+ public:
+  Errors(const Cluster& cluster, std::span<const AllreduceProbe> probes, std::size_t staging_bytes)
+      : probes_(probes), table_(cluster, {}, staging_bytes) {
+    for (const AllreduceProbe& probe : probes) {
+      if (!(probe.seconds > 0.0)) throw_usage("an allreduce was measured to take no time");
+      loads_.push_back(table_.load_of(probe.algorithm, probe.bytes));
+    }
+  }
+
+  std::vector<double> at(const Vector& logs) const {
+    const JobCosts costs = costs_of(logs);
+    std::vector<double> errors;
+    for (std::size_t index = 0; index < probes_.size(); ++index)
+      errors.push_back(std::log(table_.seconds(loads_[index], costs) / probes_[index].seconds));
+    for (std::size_t index = 0; index < kCostCount; ++index)
+      errors.push_back(kPriorWeight * (logs[index] - prior_[index]));
+    return errors;
+  }
+
+  const Vector& prior() const { return prior_; }
+
+ private:
+  std::span<const AllreduceProbe> probes_;
+  AllreduceTable table_;
+  std::vector<AllreduceTable::Load> loads_;
+  Vector prior_ = logarithms(assumed());
+};
+
+double squares(const std::vector<double>& errors) {
+  double sum = 0.0;
+  for (const double error : errors) sum += error * error;
+  return sum;
+}
+
+/// J^T J and -J^T e, with the slopes J of the errors e.
+std::pair<Matrix, Vector> normal_equations(const Errors& errors, const Vector& logs,
+                                           const std::vector<double>& here) {
+  constexpr double kStep = 1e-4;
+  std::array<std::vector<double>, kCostCount> slopes;
+  for (std::size_t i = 0; i < kCostCount; ++i) {
+    Vector moved = logs;
+    moved[i] += kStep;
+    slopes[i] = errors.at(moved);
+    for (std::size_t row = 0; row < here.size(); ++row) slopes[i][row] = (slopes[i][row] - here[row]) / kStep;
+  }
+  Matrix a{};
+  Vector b{};
+  for (std::size_t i = 0; i < kCostCount; ++i) {
+    for (std::size_t row = 0; row < here.size(); ++row) b[i] -= slopes[i][row] * here[row];
+    for (std::size_t j = 0; j < kCostCount; ++j)
+      for (std::size_t row = 0; row < here.size(); ++row) a[i][j] += slopes[i][row] * slopes[j][row];
+  }
+  return {a, b};
+}
+
+}  // namespace
+
+JobCosts fit_costs(const Cluster& cluster, std::span<const AllreduceProbe> probes,
+                   std::size_t staging_bytes) {
+  if (probes.empty()) throw_usage("costs are fitted to at least one measured allreduce");
+  const Errors errors(cluster, probes, staging_bytes);
+  Vector logs = errors.prior();
+  std::vector<double> here = errors.at(logs);
+  double damping = 1e-2;
+  for (int step = 0; step < kMaxSteps && damping < kMaxDamping; ++step) {
+    auto [a, b] = normal_equations(errors, logs, here);
+    for (std::size_t i = 0; i < kCostCount; ++i) a[i][i] *= 1.0 + damping;
+    const Vector change = solve(a, b);
+    Vector tried = logs;
+    for (std::size_t i = 0; i < kCostCount; ++i) tried[i] += std::clamp(change[i], -1.0, 1.0);
+    std::vector<double> there = errors.at(tried);
+    const double before = squares(here);
+    const double after = squares(there);
+    damping *= after < before ? 0.3 : 10.0;
+    if (!(after < before)) continue;
+    logs = tried;
+    here = std::move(there);
+    if (before - after < kGoodEnough * before) break;
+  }
+  return costs_of(logs);
+}
+
+}  // namespace multiring

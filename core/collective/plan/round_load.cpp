@@ -1,0 +1,91 @@
+#include "collective/plan/round_load.h"
+
+#include <algorithm>
+
+#include "transport/cluster/mirror_routes.h"
+
+namespace multiring {
+namespace {
+
+/// An exchange crosses all dimensions, so the slowest link decides.
+double latency_of(const Cluster& cluster, const CostModel& model) {
+  double latency = 0.0;
+  for (const LinkCost& link : model.dimensions) latency = std::max(latency, link.latency);
+  if (!model.dimensions.empty()) return latency;
+  for (const Interface& interface : cluster.hosts[0].interfaces)
+    latency = std::max(latency, interface.latency);
+  return latency;
+}
+
+double speed_of(const Host& host, const CostModel& model) {
+  if (!model.dimensions.empty())
+    return std::ranges::min(model.dimensions, {}, &LinkCost::bytes_per_second).bytes_per_second;
+  double speed = 0.0;
+  for (const Interface& interface : host.interfaces) speed += interface.bytes_per_second;
+  return speed;
+}
+
+}  // namespace
+
+RoundLoad::RoundLoad(const Cluster& cluster) {
+  const std::vector<int> hosts = cluster.host_of_rank();
+  const bool by_switch = cluster.fully_linked();
+  for (int rank = 0; rank < cluster.size(); ++rank) {
+    const MirrorRoutes routes = by_switch ? mirror_routes(hosts, rank)
+                                          : neighbour_routes(hosts, rank, cluster.links == HostLinks::kRing);
+    steps_.resize(routes.steps.size());
+    std::size_t parts = 0;
+    for (std::size_t step = 0; step < routes.steps.size(); ++step) {
+      std::map<Link, std::size_t> messages;  // of this rank
+      for (const MirrorMessage& message : routes.steps[step].out) {
+        const Link link{static_cast<std::size_t>(hosts[static_cast<std::size_t>(rank)]),
+                        by_switch ? -1 : hosts[static_cast<std::size_t>(message.peer)]};
+        Sent& sent = steps_[step][link];
+        sent.parts += message.ranks.size();
+        sent.most_parts = std::max(sent.most_parts, message.ranks.size());
+        ++sent.messages;
+        sent.most_messages = std::max(sent.most_messages, ++messages[link]);
+        parts += message.ranks.size();
+      }
+    }
+    rank_parts_ = std::max(rank_parts_, parts);
+  }
+}
+
+std::size_t RoundLoad::Sent::messages_each(std::size_t bytes) const {
+  // Headers and what is staged leave together, if it is little.
+  const bool is_combined = most_parts * bytes <= MirrorRoutes::kMaxCombined;
+  return is_combined ? 1 : 1 + most_parts;
+}
+
+double RoundLoad::Sent::seconds(std::size_t bytes, double bytes_per_second, const CostModel& model) const {
+  const auto each = static_cast<double>(messages_each(bytes));
+  return std::max({static_cast<double>(parts) * static_cast<double>(bytes) / bytes_per_second,
+                   static_cast<double>(most_messages) * each * model.message_seconds,
+                   static_cast<double>(messages) * each * model.interface_message_seconds});
+}
+
+double RoundLoad::seconds(std::size_t bytes, const Cluster& cluster, const CostModel& model) const {
+  double seconds = 0.0;
+  for (const Host& host : cluster.hosts)  // when ranks have published, and when all has arrived
+    if (host.ranks.size() > 1) seconds = std::max(seconds, 2 * host.memory.latency);
+  for (const auto& step : steps_) {
+    double sending = 0.0;
+    double all_messages = 0.0;
+    double all_bytes = 0.0;
+    for (const auto& [link, sent] : step) {
+      sending = std::max(sending, sent.seconds(bytes, speed_of(cluster.hosts[link.first], model), model));
+      all_messages += static_cast<double>(sent.messages * sent.messages_each(bytes));
+      all_bytes += static_cast<double>(sent.parts) * static_cast<double>(bytes);
+    }
+    seconds += latency_of(cluster, model) + all_messages * model.shared_message_seconds + sending +
+               all_bytes / model.shared_bytes_per_second;
+  }
+  const auto read = static_cast<double>(bytes) * static_cast<double>(cluster.size() + 1);
+  double memory = read / model.reduction_bytes_per_second;
+  for (const Host& host : cluster.hosts)
+    memory = std::max(memory, read * static_cast<double>(host.ranks.size()) / host.memory.bytes_per_second);
+  return seconds + memory;
+}
+
+}  // namespace multiring

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "base/export.h"
+#include "topology/cost_model.h"
+
+namespace multiring {
+
+/// What a round does in which all ranks publish as many bytes: host by host, step by step.
+class MULTIRING_API RoundLoad {
+ public:
+  explicit RoundLoad(const Cluster& cluster);
+
+  std::size_t steps() const { return steps_.size(); }
+  /// The most ranks whose data one rank sends, counted once for each message.
+  std::size_t rank_parts() const { return rank_parts_; }
+  /// Predicted seconds, at the speeds of `cluster`, which has the hosts and ranks of the one counted.
+  double seconds(std::size_t bytes, const Cluster& cluster, const CostModel& model) const;
+
+ private:
+  /// By a host in one step, or by a host to one neighbour.
+  struct Sent {
+    std::size_t parts = 0;  ///< of ranks
+    std::size_t messages = 0;
+    std::size_t most_messages = 0;  ///< of one rank
+    std::size_t most_parts = 0;     ///< of one message
+
+    std::size_t messages_each(std::size_t bytes) const;
+    double seconds(std::size_t bytes, double bytes_per_second, const CostModel& model) const;
+  };
+  using Link = std::pair<std::size_t, int>;  // a host, and the neighbour; or -1: all others, by a switch
+
+  std::vector<std::map<Link, Sent>> steps_;
+  std::size_t rank_parts_ = 0;
+};
+
+}  // namespace multiring

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <vector>
+
+#include "base/export.h"
+#include "topology/plan.h"
+
+namespace multiring {
+
+/// Bytes of one interface, or cable, in a step: as many as all interfaces of the host would pass meanwhile.
+struct LinkLoad {
+  double sent = 0.0;
+  double received = 0.0;
+};
+
+/// What a step in which chunks go whole does, whatever that costs: hop by hop, of the busiest.
+struct StepLoad {
+  int dimension = 0;
+  int hops = 0;
+  double rank_messages = 0.0;
+  double link_messages = 0.0;
+  double all_messages = 0.0;    ///< of all ranks together
+  double link_bytes = 0.0;      ///< as those of LinkLoad
+  double all_bytes = 0.0;       ///< that all ranks together send to other hosts
+  double rank_memory = 0.0;     ///< bytes that a rank reads and writes
+  double host_memory = 0.0;     ///< bytes that the ranks of a host read and write
+  std::vector<LinkLoad> links;  ///< by number, the same in all steps; those of the last ones may be missing
+
+  bool across_hosts() const { return dimension > 0; }
+};
+
+/// Counted once, priced as often as costs change (cost_model.h).
+using PlanLoad = std::vector<StepLoad>;
+
+MULTIRING_API PlanLoad load_of(const Plan& plan);
+
+}  // namespace multiring

@@ -1,0 +1,123 @@
+// Costs that are fitted to measured allreduces.
+
+#include "collective/plan/fit_costs.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "collective/plan/allreduce_table.h"
+#include "support/errors.h"
+
+namespace multiring {
+namespace {
+
+using namespace testing;
+
+constexpr std::size_t kStaging = 256 * 1024;
+const std::vector<std::size_t> kSizes{1024, 16 * 1024, 64 * 1024, 256 * 1024};
+
+Cluster hosts_of(const std::vector<int>& ranks) { return make_cluster(ranks, {{1e9, 0.0}}); }
+
+/// What the algorithms would take at these costs, but for an error of up to `noise`.
+std::vector<AllreduceProbe> measured_at(const Cluster& cluster, const JobCosts& costs,
+                                        const std::vector<std::string>& algorithms, double noise = 0.0) {
+  const AllreduceTable table(cluster, {}, kStaging);
+  std::vector<AllreduceProbe> probes;
+  double error = noise;
+  for (const std::size_t bytes : kSizes) {
+    for (const std::string& name : algorithms) {
+      const AllreduceAlgorithm algorithm = parse_algorithm(name);
+      const double seconds = table.seconds(table.load_of(algorithm, bytes), costs) * (1.0 + error);
+      probes.push_back({algorithm, bytes, seconds});
+      error = -error;
+    }
+  }
+  return probes;
+}
+
+double predicted(const Cluster& cluster, const JobCosts& costs, const std::string& name, std::size_t bytes) {
+  const AllreduceTable table(cluster, {}, kStaging);
+  return table.seconds(table.load_of(parse_algorithm(name), bytes), costs);
+}
+
+struct Job {
+  const char* name;
+  JobCosts costs;
+};
+
+std::vector<Job> jobs() {
+  JobCosts slow;
+  slow.latency = 200e-6;
+  slow.bytes_per_second = 125e6;
+  JobCosts crowded;
+  crowded.call_seconds = 100e-6;
+  crowded.synchronisation = 40e-6;
+  crowded.message_seconds = 20e-6;
+  crowded.shared_message_seconds = 10e-6;
+  crowded.shared_bytes_per_second = 2e9;
+  return {{"usual", {}}, {"slow", slow}, {"crowded", crowded}};
+}
+
+TEST(FitCosts, PredictsWhatWasNotMeasuredAndChoosesByIt) {
+  for (const std::vector<int>& ranks : {std::vector<int>{2, 2}, {2, 2, 2, 2}, {3, 1, 2}, {1, 1, 1, 1, 1}}) {
+    const Cluster cluster = hosts_of(ranks);
+    const Mode flat = flat_mode(cluster);
+    const std::string within = std::to_string(flat[0].size) + "px" + std::to_string(flat[1].size);
+    const std::vector<std::string> few{"rounds", within + "p", within + "d", within + "t"};
+    for (const Job& job : jobs()) {
+      const JobCosts fitted = fit_costs(cluster, measured_at(cluster, job.costs, few), kStaging);
+      for (const std::size_t bytes : {4UL << 10, 128UL << 10, 1UL << 20, 64UL << 20}) {
+        SCOPED_TRACE(std::string(job.name) + " " + within + " " + std::to_string(bytes) + ": " +
+                     format_costs(fitted));
+        std::vector<double> wanted;
+        std::vector<double> found;
+        for (const std::string& name : few) {
+          wanted.push_back(predicted(cluster, job.costs, name, bytes));
+          found.push_back(predicted(cluster, fitted, name, bytes));
+          EXPECT_NEAR(found.back() / wanted.back(), 1.0, 0.25) << name;
+        }
+        const auto chosen = std::ranges::min_element(found) - found.begin();
+        EXPECT_LE(wanted[static_cast<std::size_t>(chosen)], 1.1 * std::ranges::min(wanted));
+      }
+    }
+  }
+}
+
+TEST(FitCosts, IsNotMisledByALittleNoise) {
+  const Cluster cluster = hosts_of({2, 2, 2, 2});
+  for (const Job& job : jobs()) {
+    const std::vector<AllreduceProbe> noisy =
+        measured_at(cluster, job.costs, {"rounds", "2px4p", "2px4d", "2px4t"}, 0.1);
+    const JobCosts fitted = fit_costs(cluster, noisy, kStaging);
+    for (const AllreduceProbe& probe : noisy) {
+      const AllreduceTable table(cluster, {}, kStaging);
+      const double seconds = table.seconds(table.load_of(probe.algorithm, probe.bytes), fitted);
+      EXPECT_NEAR(seconds / probe.seconds, 1.0, 0.25) << job.name;
+    }
+  }
+}
+
+TEST(FitCosts, KeepsWhatIsAssumedOfWhatOneProbeDoesNotTell) {
+  const Cluster cluster = hosts_of({1, 1});
+  const JobCosts fitted =
+      fit_costs(cluster, std::vector<AllreduceProbe>{{parse_algorithm("rounds"), 1024, 1.0}}, kStaging);
+  EXPECT_NEAR(predicted(cluster, fitted, "rounds", 1024), 1.0, 0.3);
+  EXPECT_NEAR(fitted.synchronisation, JobCosts().synchronisation, 1e-9) << "no host has two ranks";
+}
+
+TEST(FitCosts, RefusesWhatWasNotMeasured) {
+  const Cluster cluster = hosts_of({1, 1});
+  const AllreduceAlgorithm rounds = parse_algorithm("rounds");
+  expect_usage([&] { fit_costs(cluster, {}, kStaging); }, "at least one");
+  expect_usage([&] { fit_costs(cluster, std::vector<AllreduceProbe>{{rounds, 4, 0.0}}, kStaging); },
+               "no time");
+  expect_usage(
+      [&] { fit_costs(cluster, std::vector<AllreduceProbe>{{parse_algorithm("2x2"), 4, 1.0}}, kStaging); },
+      "mode 2x2");
+}
+
+}  // namespace
+}  // namespace multiring
