@@ -28,7 +28,7 @@ void stage_input(Operation& operation, DeviceArrays& arrays, int rank) {
 }
 
 void stage_output(Operation& operation, DeviceArrays& arrays) {
-  // A result that may lie in the input takes its place, on the host only: the program's input stays.
+  // A result that may replace the input does so on the host only: the program's input stays.
   const OpTraits& traits = traits_of(operation.descriptor);
   const bool in_place = traits.output == OpTraits::Output::kSame &&
                         traits.overlap == OpTraits::Overlap::kWhole && arrays.input.on_device();
@@ -151,7 +151,7 @@ void await_part(const Operation& operation, std::size_t end, const Exchange& exc
 }
 
 void return_part(const Operation& operation, std::size_t end) {
-  // Of operations that run together `end` is no place in the first one.
+  // Of operations that run together `end` counts the bytes of all.
   if (operation.on_devices != nullptr && operation.on_devices->in_parts) return_up_to(operation, end);
 }
 

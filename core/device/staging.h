@@ -13,7 +13,7 @@
 
 namespace multiring {
 
-/// Pinned host memory in the place of the arrays of one operation that lie on devices.
+/// Pinned host memory for those arrays of one operation that lie on devices.
 ///
 /// A copy to the host begins when the work is done that the array's stream had when the copy was asked for,
 /// and runs on a stream of its own: what the program gives its stream afterwards does not wait. A copy back

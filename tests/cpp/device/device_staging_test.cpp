@@ -189,8 +189,9 @@ TEST_F(DeviceStagingTest, IdleMemoryIsFreedBeforePinningFails) {
   EXPECT_EQ(gpu_.pinned(), 1u);
   gpu_.fail_next("host_alloc", cuda::kInvalidValue);
   larger.bytes = 3 << 20;
-  error_of(ErrorKind::kInternal, [&] { Staging(devices_).reserve(larger); },
-           "cuMemHostAlloc of 3145728 bytes of pinned host memory failed");
+  error_of(
+      ErrorKind::kInternal, [&] { Staging(devices_).reserve(larger); },
+      "cuMemHostAlloc of 3145728 bytes of pinned host memory failed");
 }
 
 TEST_F(DeviceStagingTest, FailuresAreNamed) {
