@@ -52,8 +52,8 @@ TEST(MpiNetwork, LengthsThatDifferAreAMismatchOnAll) {
   for (const bool longer : {false, true}) {
     for (const std::size_t bytes : {kShort, kLong}) {
       run_ranks(3, [&](std::unique_ptr<MpiNetwork>& network) {
-        Buffer message(bytes);
-        Buffer other(longer ? bytes / 2 : bytes * 2);
+        Payload message(bytes);
+        Payload other(longer ? bytes / 2 : bytes * 2);
         if (network->rank() == 0) send(*network, 1, 0, message);
         if (network->rank() == 1) receive(*network, 0, 0, other);
         EXPECT_EQ(wait_until_it_fails(*network, 2 - network->rank() / 2).outcome, Outcome::kAborted);
@@ -67,18 +67,18 @@ TEST(MpiNetwork, LengthsThatDifferAreAMismatchOnAll) {
 
 TEST(MpiNetwork, ThoseWhoLeaveAreLostButWhatTheySentArrives) {
   run_ranks(2, [](std::unique_ptr<MpiNetwork>& network) {
-    Buffer message = pattern(kShort, 5);
+    Payload message = pattern(kShort, 5);
     if (network->rank() == 0) {
       ASSERT_TRUE(await(*network, {send(*network, 1, 0, message)}).ok());
       network.reset();
       return;
     }
-    Buffer got(kShort);
+    Payload got(kShort);
     ASSERT_TRUE(await(*network, {receive(*network, 0, 0, got)}).ok());
     EXPECT_TRUE(got == message);
-    Buffer none(1);
+    Payload none(1);
     expect_lost(await(*network, {receive(*network, 0, 1, none)}), 0, true);
-    Buffer unwanted(kLong);
+    Payload unwanted(kLong);
     expect_lost(await(*network, {send(*network, 0, 0, unwanted)}), 0);
     error_of(
         ErrorKind::kPeerLost, [&] { network->connect(all_links(*network), wait_seconds(5)); },
@@ -89,14 +89,14 @@ TEST(MpiNetwork, ThoseWhoLeaveAreLostButWhatTheySentArrives) {
 // Its receives are cancelled: nothing that is sent for them arrives.
 TEST(MpiNetwork, ThoseWhoLeaveTakeTheirReceivesWithThem) {
   run_ranks(2, [](std::unique_ptr<MpiNetwork>& network) {
-    auto memory = std::make_shared<Buffer>(kLong);
+    auto memory = std::make_shared<Payload>(kLong);
     network->keep(memory);
     if (network->rank() == 0) {
       receive(*network, 1, 0, *memory);
       network->leave();
       return;
     }
-    Buffer none(1);
+    Payload none(1);
     ASSERT_EQ(await(*network, {receive(*network, 0, 1, none)}).outcome, Outcome::kPeerLost);
     EXPECT_EQ(await(*network, {send(*network, 0, 0, *memory)}).outcome, Outcome::kPeerLost);
   });
@@ -113,11 +113,11 @@ TEST(MpiNetwork, AnAbortReachesAll) {
 TEST(MpiNetwork, WhatIsGivenUpPutsItsLinkOutOfStep) {
   run_ranks(2, [](std::unique_ptr<MpiNetwork>& network) {
     if (network->rank() == 1) return;
-    auto lost = std::make_shared<Buffer>(kLong);
+    auto lost = std::make_shared<Payload>(kLong);
     network->keep(lost);
     const Tickets tickets = {send(*network, 1, 0, *lost), receive(*network, 1, 0, *lost)};
     EXPECT_EQ(await(*network, tickets, 0.01).outcome, Outcome::kTimeout);
-    Buffer later(1);
+    Payload later(1);
     const Tickets pending = {receive(*network, 1, 0, later)};
     network->give_up(tickets);
     error_of(ErrorKind::kInternal, [&] { await(*network, pending, 5); });
@@ -128,7 +128,7 @@ TEST(MpiNetwork, WhatIsGivenUpPutsItsLinkOutOfStep) {
 
 TEST(MpiNetwork, WaitsCanBeInterruptedAndCancelled) {
   run_ranks(2, [](std::unique_ptr<MpiNetwork>& network) {
-    Buffer message(1);
+    Payload message(1);
     expect_ends_early(*network, {receive(*network, 1 - network->rank(), 0, message)});
   });
 }

@@ -40,7 +40,7 @@ TEST(TcpLostPeer, ASendIsLostWithItsReceiver) {
       under_way.wait();
       return group.destroy(0);
     }
-    const Buffer large(std::size_t{64} << 20);
+    const Payload large(std::size_t{64} << 20);
     const Tickets tickets = {send(network, 0, 0, large)};
     under_way.count_down();
     expect_lost(await(network, tickets), 0);
@@ -53,8 +53,8 @@ TEST(TcpLostPeer, WhatIsWaitedForFromOthersStillArrives) {
   TcpGroup group(3);
   Latch gone(1);
   group.run([&](TcpNetwork& network) {
-    const Buffer sent = pattern(500000, 1);
-    Buffer got(sent.size());
+    const Payload sent = pattern(500000, 1);
+    Payload got(sent.size());
     if (network.rank() == 0) {
       group.destroy(0);
       return gone.count_down();
@@ -73,7 +73,7 @@ TEST(TcpGoodbye, MessagesBeforeItArrive) {
       TcpGroup group(2, 1, connections);
       Latch left(1);
       group.run([&](TcpNetwork& network) {
-        const Buffer sent = pattern(300000, 5);
+        const Payload sent = pattern(300000, 5);
         if (network.rank() == 0) {
           ASSERT_TRUE(await(network, {send(network, 1, 0, sent)}).ok());
           network.leave();
@@ -83,7 +83,7 @@ TEST(TcpGoodbye, MessagesBeforeItArrive) {
           return;
         }
         if (late) left.wait();
-        Buffer got(sent.size());
+        Payload got(sent.size());
         ASSERT_TRUE(await(network, {receive(network, 0, 0, got)}).ok());
         EXPECT_TRUE(got == sent);
         expect_lost(wait_until_it_fails(network, 0), 0, true);
@@ -100,7 +100,7 @@ TEST(TcpGoodbye, MessagesArriveAlthoughTheirReceiverSendsToo) {
   group.run([&](TcpNetwork& network) {
     constexpr std::size_t kBytes = 64 << 10;
     if (network.rank() == 0) {
-      const Buffer sent = pattern(kBytes, 1);
+      const Payload sent = pattern(kBytes, 1);
       Tickets tickets = {send(network, 1, 0, sent)};
       while (await(network, tickets, 0.1).ok()) {
         ++done;
@@ -111,12 +111,12 @@ TEST(TcpGoodbye, MessagesArriveAlthoughTheirReceiverSendsToo) {
       left.count_down();
       return group.destroy(0);
     }
-    const Buffer other(std::size_t{1} << 20);
+    const Payload other(std::size_t{1} << 20);
     Tickets sending = {send(network, 0, 0, other)};
     left.wait();
     std::this_thread::sleep_for(std::chrono::milliseconds(100));  // would be gone by now
     for (unsigned i = 0; i < done; ++i) {
-      Buffer got(kBytes);
+      Payload got(kBytes);
       ASSERT_TRUE(await(network, {receive(network, 0, 0, got)}).ok()) << "message " << i << " of " << done;
       EXPECT_TRUE(got == pattern(kBytes, 1));
     }
@@ -157,7 +157,7 @@ TEST(TcpAbort, PassesWhatIsHeldUp) {
   TcpGroup group(2);
   Latch full(2);
   group.run([&](TcpNetwork& network) {
-    const Buffer large(std::size_t{32} << 20);
+    const Payload large(std::size_t{32} << 20);
     const Tickets tickets = {send(network, 1 - network.rank(), 0, large)};
     EXPECT_EQ(await(network, tickets, 0.1).outcome, Outcome::kTimeout);
     full.arrive_and_wait();
@@ -188,7 +188,7 @@ void expect_ended_soon(Outcome expected,
       WaitOptions waiting = wait_seconds(20);
       waiting.interrupt = &before_a_sleep;
       waiting.cancelled = &cancelled;
-      Buffer got(1);
+      Payload got(1);
       const Tickets tickets = {receive(network, 1, 0, got)};
       EXPECT_EQ(network.wait(tickets, waiting).outcome, expected);
       const double seconds = watch->seconds();

@@ -130,7 +130,7 @@ TEST(TcpHeartbeat, FindsOneThatVanishedInTheMiddleOfAMessage) {
     for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 2.0;
     Latch off(1);
     group.run([&](TcpNetwork& network) {
-      Buffer large(std::size_t{64} << 20);
+      Payload large(std::size_t{64} << 20);
       Tickets tickets;
       if (network.rank() == 1) {
         tickets = {send(network, 0, 0, large)};
@@ -176,8 +176,8 @@ TEST(TcpHeartbeat, ABrokenPathIsFoundWhereBothEndsSend) {
     Latch cut(1);
     group.run([&](TcpNetwork& network) {
       const int peer = 1 - network.rank();
-      const Buffer large(bytes);
-      Buffer got(bytes);
+      const Payload large(bytes);
+      Payload got(bytes);
       Tickets tickets;
       if (bytes > 1000) tickets.push_back(send(network, peer, 0, large));
       for (int i = 0; i < 100; ++i) network.progress();
@@ -202,10 +202,10 @@ TEST(TcpHeartbeat, ARankThatMakesNoProgressIsNotLost) {
   TcpGroup group(2);
   for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 1.0;
   group.run([](TcpNetwork& network) {
-    const Buffer large = pattern(std::size_t{32} << 20, 3);
+    const Payload large = pattern(std::size_t{32} << 20, 3);
     if (network.rank() == 0) {
       std::this_thread::sleep_for(std::chrono::seconds(3));  // what is tested
-      Buffer got(large.size());
+      Payload got(large.size());
       ASSERT_TRUE(await(network, {receive(network, 1, 0, got)}).ok());
       EXPECT_TRUE(got == large);
     } else {

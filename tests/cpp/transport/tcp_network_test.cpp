@@ -45,8 +45,8 @@ TEST(TcpNetwork, HugeMessagesInBothDirectionsAtOnce) {
     group.run([](TcpNetwork& network) {
       // A sanitizer takes half a minute for 64 MiB.
       const std::size_t bytes = ((kSlowness > 1.0 ? std::size_t{8} : std::size_t{64}) << 20) + 13;
-      const Buffer sent = pattern(bytes, static_cast<unsigned>(network.rank()));
-      Buffer got(bytes);
+      const Payload sent = pattern(bytes, static_cast<unsigned>(network.rank()));
+      Payload got(bytes);
       const int peer = 1 - network.rank();
       ASSERT_TRUE(await(network, {send(network, peer, 0, sent), receive(network, peer, 0, got)}, 60).ok());
       ASSERT_TRUE(got == pattern(bytes, static_cast<unsigned>(peer)));
@@ -59,10 +59,10 @@ TEST(TcpNetwork, ChannelsDoNotWaitForEachOther) {
   TcpGroup group(2, 2, 2);
   group.run([](TcpNetwork& network) {
     const int peer = 1 - network.rank();
-    const Buffer large = pattern(std::size_t{32} << 20, 1);
-    const Buffer small = pattern(1000, 2);
-    Buffer got_large(large.size());
-    Buffer got_small(small.size());
+    const Payload large = pattern(std::size_t{32} << 20, 1);
+    const Payload small = pattern(1000, 2);
+    Payload got_large(large.size());
+    Payload got_small(small.size());
     const Tickets held_up = {send(network, peer, 0, large)};
     for (int i = 0; i < 10; ++i) {
       ASSERT_TRUE(await(network, {send(network, peer, 1, small), receive(network, peer, 1, got_small)}).ok());
@@ -99,8 +99,8 @@ TEST(TcpNetwork, OnlyWhatAPlanNeedsIsConnected) {
     const std::vector<Network::Link> ring = {{next, 1}, {previous, 1}};
     network.connect(ring, wait_seconds(20));
     network.connect(ring, wait_seconds(20));  // stands already
-    const Buffer sent = pattern(100, static_cast<unsigned>(network.rank()));
-    Buffer got(100);
+    const Payload sent = pattern(100, static_cast<unsigned>(network.rank()));
+    Payload got(100);
     ASSERT_TRUE(await(network, {send(network, next, 1, sent), receive(network, previous, 1, got)}).ok());
     EXPECT_TRUE(got == pattern(100, static_cast<unsigned>(previous)));
     for (const auto& [peer, channel] : {std::pair{next, 0}, {(network.rank() + 2) % 4, 1}})
@@ -118,10 +118,10 @@ TEST(TcpNetwork, LengthsThatDifferAreAMismatchOnBothSides) {
   for (const std::size_t expected : {0, 15, 17, 200000}) {
     TcpGroup group(2);
     group.run([&](TcpNetwork& network) {
-      Buffer message(network.rank() == 0 ? 16 : expected);
+      Payload message(network.rank() == 0 ? 16 : expected);
       Tickets tickets;
       if (network.rank() == 0) tickets.push_back(send(network, 1, 0, message));
-      Buffer more(8);
+      Payload more(8);
       tickets.push_back(network.rank() == 0 ? receive(network, 1, 0, more) : receive(network, 0, 0, message));
       ASSERT_EQ(await(network, tickets).outcome, Outcome::kAborted);
       const AbortRecord record = abort_of(network, ErrorKind::kMismatch, 1);
@@ -135,8 +135,8 @@ TEST(TcpNetwork, LengthsThatDifferAreAMismatchOnBothSides) {
 TEST(TcpNetwork, TicketsAreUsedUpOnce) {
   TcpGroup group(2);
   group.run([](TcpNetwork& network) {
-    const Buffer sent = pattern(8, 1);
-    Buffer got(8);
+    const Payload sent = pattern(8, 1);
+    Payload got(8);
     const int peer = 1 - network.rank();
     const Tickets tickets = {send(network, peer, 0, sent), receive(network, peer, 0, got)};
     ASSERT_TRUE(await(network, tickets).ok());
@@ -149,19 +149,19 @@ TEST(TcpNetwork, TimeoutLeavesMessagesAsTheyAre) {
   TcpGroup group(2);
   group.run([](TcpNetwork& network) {
     const int peer = 1 - network.rank();
-    Buffer got(8);
+    Payload got(8);
     if (network.rank() == 0) {
       const Tickets tickets = {receive(network, peer, 0, got)};
       EXPECT_EQ(await(network, tickets, 0.05).outcome, Outcome::kTimeout);
       expect_ends_early(network, tickets);
-      const Buffer go = pattern(1, 0);
+      const Payload go = pattern(1, 0);
       ASSERT_TRUE(await(network, {send(network, peer, 0, go)}).ok());
       ASSERT_TRUE(await(network, tickets).ok());
       EXPECT_TRUE(got == pattern(8, 3));
     } else {
-      Buffer go(1);
+      Payload go(1);
       ASSERT_TRUE(await(network, {receive(network, peer, 0, go)}).ok());
-      const Buffer sent = pattern(8, 3);
+      const Payload sent = pattern(8, 3);
       ASSERT_TRUE(await(network, {send(network, peer, 0, sent)}).ok());
     }
   });
@@ -172,8 +172,8 @@ TEST(TcpNetwork, GivenUpMessagesGiveTheirMemoryBack) {
   group.run([](TcpNetwork& network) {
     const int peer = 1 - network.rank();
     {
-      const Buffer large = pattern(std::size_t{32} << 20, 1);
-      Buffer got(large.size());
+      const Payload large = pattern(std::size_t{32} << 20, 1);
+      Payload got(large.size());
       Tickets tickets = {send(network, peer, 0, large)};
       if (network.rank() == 0) tickets.push_back(receive(network, peer, 0, got));
       // Not long enough for all of it.
@@ -182,7 +182,7 @@ TEST(TcpNetwork, GivenUpMessagesGiveTheirMemoryBack) {
       network.give_up(tickets);
     }  // a write into freed memory is what the sanitizer finds
     for (int i = 0; i < 20; ++i) network.progress();
-    Buffer more(1);
+    Payload more(1);
     error_of(ErrorKind::kInternal, [&] { receive(network, peer, 0, more); }, "given up");
   });
 }
@@ -192,8 +192,8 @@ TEST(TcpNetwork, WhatIsOutOfStepIsNotALostPeer) {
   TcpGroup group(2, 2);
   group.run([](TcpNetwork& network) {
     const int peer = 1 - network.rank();
-    Buffer first(8);
-    Buffer second(8);
+    Payload first(8);
+    Payload second(8);
     const Tickets given_up = {receive(network, peer, 0, first)};
     const Tickets kept = {receive(network, peer, 0, second)};
     network.give_up(given_up);

@@ -19,7 +19,7 @@ TEST(TcpUnauthenticated, GarbageIsDroppedAndCounted) {
   std::vector<std::string> garbage = {"GET / HTTP/1.1\r\n\r\n", std::string(100000, 'x'),
                                       std::string(1, '\0'), ""};
   for (unsigned i = 0; i < 20; ++i) {
-    const Buffer random = pattern(108, i);
+    const Payload random = pattern(108, i);
     garbage.emplace_back(reinterpret_cast<const char*>(random.data()), random.size());
   }
   group.run_unconnected([&](TcpNetwork& network) {

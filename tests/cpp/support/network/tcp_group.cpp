@@ -73,9 +73,9 @@ void TcpGroup::run_unconnected(const Body& body) {
     if (exception) std::rethrow_exception(exception);
 }
 
-Buffer pattern(std::size_t bytes, unsigned seed) {
+Payload pattern(std::size_t bytes, unsigned seed) {
   constexpr std::size_t kBlock = 65521;  // a prime: parts of a message that change places are noticed
-  Buffer message(bytes);
+  Payload message(bytes);
   for (std::size_t i = 0; i < std::min(bytes, kBlock); ++i)
     message[i] = static_cast<std::byte>((i * 2654435761U + seed * 97U) >> 8U);
   for (std::size_t done = kBlock; done < bytes; done += kBlock)
@@ -83,12 +83,12 @@ Buffer pattern(std::size_t bytes, unsigned seed) {
   return message;
 }
 
-Network::Ticket send(Network& network, int peer, int channel, const Buffer& message) {
+Network::Ticket send(Network& network, int peer, int channel, const Payload& message) {
   const std::span<const std::byte> part = message;
   return network.post_send(peer, channel, {&part, 1});
 }
 
-Network::Ticket receive(Network& network, int peer, int channel, Buffer& message) {
+Network::Ticket receive(Network& network, int peer, int channel, Payload& message) {
   return network.post_receive(peer, channel, message);
 }
 
@@ -101,20 +101,20 @@ void exchange_messages(Network& network, const std::vector<std::size_t>& sizes) 
     return static_cast<unsigned>(from * 1000 + to * 100 + channel * 10) +
            static_cast<unsigned>(number) * 7919;
   };
-  std::vector<std::unique_ptr<Buffer>> sent;
-  std::vector<std::unique_ptr<Buffer>> got;
+  std::vector<std::unique_ptr<Payload>> sent;
+  std::vector<std::unique_ptr<Payload>> got;
   std::vector<unsigned> seeds;
   std::vector<Network::Ticket> tickets;
   for (const auto& [peer, channel] : all_links(network)) {
     for (std::size_t i = 0; i < sizes.size(); ++i) {
-      sent.push_back(std::make_unique<Buffer>(pattern(sizes[i], seed_of(network.rank(), peer, channel, i))));
+      sent.push_back(std::make_unique<Payload>(pattern(sizes[i], seed_of(network.rank(), peer, channel, i))));
       tickets.push_back(send(network, peer, channel, *sent.back()));
     }
   }
   for (const auto& [peer, channel] : all_links(network)) {
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       seeds.push_back(seed_of(peer, network.rank(), channel, i));
-      got.push_back(std::make_unique<Buffer>(sizes[i]));
+      got.push_back(std::make_unique<Payload>(sizes[i]));
       tickets.push_back(receive(network, peer, channel, *got.back()));
     }
   }
@@ -127,14 +127,14 @@ void exchange_parts(Network& network) {
   const int next = (network.rank() + 1) % network.size();
   const int previous = (network.rank() + network.size() - 1) % network.size();
   const int channel = network.channels() - 1;
-  const Buffer whole = pattern(300007, static_cast<unsigned>(network.rank()));
+  const Payload whole = pattern(300007, static_cast<unsigned>(network.rank()));
   std::vector<std::span<const std::byte>> parts;
   for (std::size_t at = 0, step = 0; at < whole.size(); at += step) {
     step = std::min(whole.size() - at, 1 + at / 50);  // of growing size: more than one call can take
     parts.push_back(std::span(whole).subspan(at, step));
     parts.push_back({});
   }
-  Buffer got(whole.size());
+  Payload got(whole.size());
   const Tickets tickets = {network.post_send(next, channel, parts), receive(network, previous, channel, got)};
   ASSERT_TRUE(await(network, tickets).ok());
   EXPECT_TRUE(got == pattern(whole.size(), static_cast<unsigned>(previous)));
@@ -153,7 +153,7 @@ void expect_ends_early(Network& network, const Tickets& tickets) {
 }
 
 WaitResult wait_until_it_fails(Network& network, int peer, double seconds) {
-  Buffer got(100);
+  Payload got(100);
   const Tickets tickets = {receive(network, peer, 0, got)};
   const WaitResult result = await(network, tickets, seconds);
   network.give_up(tickets);

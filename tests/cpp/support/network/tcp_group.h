@@ -45,11 +45,11 @@ class TcpGroup {
 
 using Outcome = WaitResult::Outcome;
 using Tickets = std::vector<Network::Ticket>;
-using Buffer = std::vector<std::byte>;
+using Payload = std::vector<std::byte>;
 /// Bytes that differ between messages and along a message.
-Buffer pattern(std::size_t bytes, unsigned seed);
-Network::Ticket send(Network& network, int peer, int channel, const Buffer& message);
-Network::Ticket receive(Network& network, int peer, int channel, Buffer& message);
+Payload pattern(std::size_t bytes, unsigned seed);
+Network::Ticket send(Network& network, int peer, int channel, const Payload& message);
+Network::Ticket receive(Network& network, int peer, int channel, Payload& message);
 /// Waits until all are done, for 20 seconds or as long as it says.
 WaitResult await(Network& network, const Tickets& tickets, double seconds = 20);
 /// Sends messages of these sizes to every other rank on every channel, then checks those that come: every
