@@ -41,8 +41,8 @@ def learn_costs(comm: Communicator, settings: Settings) -> None:
     """Let the allreduces of `comm` and its groups be chosen by what they cost here. Collective.
 
     Args:
-        comm: The world. It stays as it is on one host, or where the settings say what to use, or measuring
-            would take too long.
+        comm: The world. It stays as it is on one host, or where the settings say what to use. Where measuring
+            would take too long, a barrier tells the latency, and the rest is assumed.
         settings: Of this rank; mode and tuning are the same on all.
     """
     if comm.cross_size == 1 or settings.mode:

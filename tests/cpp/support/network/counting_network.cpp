@@ -17,7 +17,7 @@ class CountingNetwork final : public Network {
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override {
     std::size_t bytes = 0;
     for (const auto& part : parts) bytes += part.size();
-    counter_.count(bytes);
+    counter_.count(channel, bytes);
     return network_->post_send(peer, channel, parts);
   }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 
@@ -21,7 +22,11 @@ struct Sent {
 /// What a rank has sent so far by all its networks of one kind.
 class SentCounter {
  public:
-  void count(std::size_t bytes) {
+  /// `channels`: of each network, those from there on do not count.
+  explicit SentCounter(int channels = std::numeric_limits<int>::max()) : channels_(channels) {}
+
+  void count(int channel, std::size_t bytes) {
+    if (channel >= channels_) return;
     messages_ += 1;
     bytes_ += bytes;
   }
@@ -34,16 +39,18 @@ class SentCounter {
   bool withholding() const { return withholding_; }
 
  private:
+  const int channels_;
   std::atomic<std::size_t> messages_{0};
   std::atomic<std::size_t> bytes_{0};
   std::atomic<bool> failing_{false};
   std::atomic<bool> withholding_{false};
 };
 
-/// By what carries it: the messages of plans, and what is published in rounds.
+/// By what carries it: the messages of plans, and what is published in rounds; there without the gossip of
+/// ranks that wait long, which is chance.
 struct SentCounters {
   SentCounter plans;
-  SentCounter rounds;
+  SentCounter rounds{1};
   SentCounter messages;
 
   /// The one of a network that a ClusterTransport has made under this name.
