@@ -82,15 +82,20 @@ void PlanCache::force(AllreduceAlgorithm algorithm, const Transport& transport) 
   forced_ = std::move(algorithm);
 }
 
-void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
-  if (!transport.shares_memory()) cluster_ = cluster_of(transport);
+void PlanCache::require_rules_that_fit(const Tuning& tuning, const Transport& transport) const {
   for (const Tuning::Rule& rule : tuning.rules()) {
-    if (transport.shares_memory()) break;  // where no plan is used
     try {
       require_fit_and_links(rule.algorithm, transport);
     } catch (const Error& error) {
       throw_usage("line " + std::to_string(rule.line) + " of the tuning: " + error.what());
     }
+  }
+}
+
+void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
+  if (!transport.shares_memory()) {  // where it does, no plan is used
+    cluster_ = cluster_of(transport);
+    require_rules_that_fit(tuning, transport);
   }
   tuning_ = std::move(tuning);
   table_.reset();

@@ -66,6 +66,7 @@ class MULTIRING_API PlanCache {
   AllreduceTable table(const Transport& transport) const;
   Mode mode_for(const Request& request) const;
   Plan plan(const Request& request) const;
+  void require_rules_that_fit(const Tuning& tuning, const Transport& transport) const;
   void require_fit_and_links(const AllreduceAlgorithm& algorithm, const Transport& transport) const;
 
   Cluster cluster_;  // empty: not yet found
