@@ -10,7 +10,7 @@
 #include "base/job_settings.h"
 #include "binding/gil.h"
 #include "binding/py_communicator.h"
-#include "collective/plan/allreduce_table.h"
+#include "collective/plan/algorithm_table.h"
 #include "collective/plan/tuning.h"
 #include "topology/cost_model.h"
 #include "topology/traffic.h"
@@ -34,14 +34,17 @@ struct PlanRequest {
   int channels = PlanOptions{}.channels;
   std::size_t segment = 0;
   std::string order = order_name(PlanOptions{}.order);
+  std::string collective = collective_name(PlanOptions{}.collective);
 
-  PlanOptions options() const {
-    return {.count = count,
-            .dtype = parse_dtype(dtype),
-            .mode = mode.empty() ? Mode{} : parse_mode(mode),
-            .channels = channels,
-            .segment = segment,
-            .order = parse_order(order)};
+  PlanOptions options(int ranks) const {
+    PlanOptions made = collective_options(parse_collective(collective), count, ranks);
+    made.dtype = parse_dtype(dtype);
+    if (!mode.empty()) made.mode = parse_mode(mode);
+    made.channels = channels;
+    made.segment = segment;
+    // An allgather adds nothing.
+    made.order = made.collective == Collective::kAllgather ? Order::kAny : parse_order(order);
+    return made;
   }
 };
 
@@ -116,13 +119,14 @@ void bind_plans(py::module_& module) {
       .def_readwrite("mode", &PlanRequest::mode)
       .def_readwrite("channels", &PlanRequest::channels)
       .def_readwrite("segment", &PlanRequest::segment)
-      .def_readwrite("order", &PlanRequest::order);
+      .def_readwrite("order", &PlanRequest::order)
+      .def_readwrite("collective", &PlanRequest::collective);
   py::class_<Channel>(module, "Channel", "One way through the network that all hosts take together.")
       .def_readonly("interface", &Channel::interface)
       .def_readonly("bytes_per_second", &Channel::bytes_per_second);
-  py::class_<Plan>(module, "Plan", "Steps of one allreduce.")
+  py::class_<Plan>(module, "Plan", "Steps of one collective.")
       .def(py::init([](const Cluster& cluster, const PlanRequest& request) {
-             return Plan(cluster, request.options());
+             return Plan(cluster, request.options(cluster.size()));
            }),
            py::arg("cluster"), py::arg("request"))
       .def_property_readonly("mode", [](const Plan& plan) { return format_mode(plan.mode()); })
@@ -135,6 +139,8 @@ void bind_plans(py::module_& module) {
           },
           "Of the dimensions, from the inside out.")
       .def_property_readonly("count", &Plan::count)
+      .def_property_readonly("collective",
+                             [](const Plan& plan) { return collective_name(plan.collective()); })
       .def_property_readonly("order", [](const Plan& plan) { return order_name(plan.order()); })
       .def_property_readonly("element_bytes", &Plan::element_bytes)
       .def_property_readonly("partial_bytes", &Plan::partial_bytes)
@@ -179,12 +185,12 @@ void bind_costs(py::module_& module) {
   module.def(
       "choose_plan",
       [](const Cluster& cluster, const PlanRequest& request, const CostModel& model) {
-        return choose_plan(cluster, request.options(), model);
+        return choose_plan(cluster, request.options(cluster.size()), model);
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<GilRelease>(),
       "The plan with the lowest predicted time.");
   py::class_<AlgorithmRow>(module, "AlgorithmRow",
-                           "An algorithm of an allreduce across hosts, and its costs.")
+                           "An algorithm of a collective across hosts, and its costs.")
       .def_readonly("name", &AlgorithmRow::name)
       .def_readonly("excluded", &AlgorithmRow::excluded)
       .def_readonly("hops", &AlgorithmRow::hops)
@@ -193,14 +199,14 @@ void bind_costs(py::module_& module) {
       .def_readonly("is_compared", &AlgorithmRow::is_compared)
       .def_readonly("is_chosen", &AlgorithmRow::is_chosen);
   module.def(
-      "allreduce_table",
+      "algorithm_table",
       [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,
          std::size_t staging_bytes) {
-        return AllreduceTable(cluster, model, staging_bytes).rows(request.options());
+        return AlgorithmTable(cluster, model, staging_bytes).rows(request.options(cluster.size()));
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"),
       py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
-      "All algorithms of an allreduce across hosts.");
+      "All algorithms of a collective across hosts.");
   module.def(
       "check_tuning", [](const std::string& text) { Tuning::parse(text); }, py::arg("text"),
       "Raises UsageError with the number of the line that is wrong.");

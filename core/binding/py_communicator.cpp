@@ -203,14 +203,16 @@ void bind_communicator(py::module_& module) {
       .def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"), py::arg("timeout"))
       .def("symmetric_peer", &symmetric_peer, py::arg("array"), py::arg("rank"))
       .def("set_tuning", &Communicator::set_tuning, py::arg("tuning"), Released(),
-           "Allreduces from here on go as a tuning says; called between the same operations on all ranks.")
+           "Collectives from here on go as a tuning says; called between the same operations on all ranks.")
       .def(
-          "allreduce_rows",
-          [](const Communicator& self, std::size_t bytes, std::string_view order) {
-            return self.allreduce_rows(bytes, order.empty() ? Order::kDefault : parse_order(order));
+          "algorithm_rows",
+          [](const Communicator& self, std::string_view collective, std::size_t bytes,
+             std::string_view order) {
+            return self.algorithm_rows(parse_collective(collective), bytes,
+                                       order.empty() ? Order::kDefault : parse_order(order));
           },
-          py::arg("nbytes"), py::arg("order"), Released(),
-          "The table of algorithms of an allreduce of float32, with what is used as the chosen one.\n"
+          py::arg("collective"), py::arg("nbytes"), py::arg("order"), Released(),
+          "The table of algorithms of a collective of float32, with what is used as the chosen one.\n"
           "An empty order is the default one.")
       .def(
           "fit_costs",

@@ -202,8 +202,8 @@ void bind_operation(py::module_& module) {
   add_values(py::enum_<ReduceOp>(module, "ReduceOp"), ReduceOp{}, kReduceOpCount, reduce_op_name);
   add_values(py::enum_<CommDtype>(module, "CommDtype", "As what float32 crosses from host to host."),
              CommDtype{}, kCommDtypeCount, comm_dtype_name);
-  add_values(py::enum_<Order>(module, "Order", "In which order an allreduce adds."), Order{}, kOrderCount,
-             order_name);
+  add_values(py::enum_<Order>(module, "Order", "In which order an allreduce or a reduce_scatter adds."),
+             Order{}, kOrderCount, order_name);
   module.def(
       "checksum",
       [](std::uintptr_t address, std::size_t nbytes, std::uint64_t seed) {

@@ -6,12 +6,12 @@
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
 //   staged   through staging memory: collective/staged/staged_allreduce.h.
-//   planned  across hosts, by messages: collective/cluster/cluster_allreduce.h.
+//   planned  across hosts, by messages: collective/cluster/plan_run.h.
 
 #include <algorithm>
 
 #include "base/cache.h"
-#include "collective/cluster/cluster_allreduce.h"
+#include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
@@ -26,14 +26,13 @@ namespace {
 constexpr std::size_t kDirectFrom = kMinSymmetricBytes;
 constexpr std::size_t kDirectFromCrowded = 8 * 1024;
 
-bool planned(Exchange& exchange, const Descriptor& descriptor) {
+CrossingAlgorithm algorithm_of(Exchange& exchange, const Descriptor& descriptor) {
   const Transport& transport = exchange.transport();
-  if (exchange.size() == 1 || transport.shares_memory() || descriptor.bytes == 0) return false;
   const bool rounded = is_rounded(descriptor.key.comm_dtype);
   const Order order = descriptor.key.order;
   // Chains would round other sums of each chunk.
-  if (rounded && order != Order::kAny && !transport.fully_linked()) return false;
-  return !exchange.plans().algorithm(transport, descriptor.bytes, order, rounded).staged;
+  if (rounded && order != Order::kAny && !transport.fully_linked()) return {.staged = true};
+  return exchange.plans().algorithm(transport, Collective::kAllreduce, descriptor.bytes, order, rounded);
 }
 
 bool large_enough(const Exchange& exchange, const Descriptor& descriptor) {
@@ -86,10 +85,10 @@ void reduce_alone(const Operation& operation) {
 /// One operation, or several of the same reduction; `descriptor` is that of all together.
 void reduce_together(Exchange& exchange, const OperationCall& call, const Descriptor& descriptor,
                      std::span<Operation* const> operations) {
-  if (planned(exchange, descriptor)) {
+  if (const CrossingAlgorithm algorithm = algorithm_of(exchange, descriptor); !algorithm.staged) {
     exchange.match(call, descriptor);
     const PieceList pieces(operations);
-    return ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy()).run();
+    return allreduce_by_plan(exchange, call, operations, pieces, algorithm);
   }
   StagedAllreduce staged(exchange, call, operations);
   const bool large = large_enough(exchange, descriptor);

@@ -52,9 +52,9 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
   if (longest * row_bytes == 0) return;
   if (worth_messages(transport, longest * row_bytes * size, longest * row_bytes))
     return ClusterCopy(exchange, call, outgoing, incoming).run(longest_here * row_bytes);
-  StagedCopy copy(exchange, call, outgoing);
+  StagedCopy copy(exchange, call, outgoing, longest * row_bytes);
   exchange.next(call, [&] { copy.stage_first(); });
-  copy.run(incoming, longest * row_bytes);
+  copy.run(incoming);
 }
 
 }  // namespace multiring

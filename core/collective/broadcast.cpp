@@ -26,11 +26,11 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
     return keep(operation, is_root);
   }
   const StagedCopy::Outgoing outgoing[] = {{operation.input, is_root ? bytes : 0}};
-  StagedCopy copy(exchange, call, outgoing);
+  StagedCopy copy(exchange, call, outgoing, bytes);
   exchange.match(call, operation.descriptor, [&] { copy.stage_first(); });
   std::vector<StagedCopy::Incoming> incoming(static_cast<std::size_t>(exchange.size()));
   if (!is_root) incoming[static_cast<std::size_t>(root)] = {operation.output, bytes};
-  copy.run(incoming, bytes);
+  copy.run(incoming);
   keep(operation, is_root);
 }
 

@@ -47,7 +47,7 @@ struct MatchKey {
   std::uint8_t dtype = 0;
   ReduceOp op = ReduceOp::kSum;
   CommDtype comm_dtype = CommDtype::kDefault;  ///< never the default in an allreduce of float32
-  Order order = Order::kDefault;               ///< never the default in an allreduce
+  Order order = Order::kDefault;               ///< never the default in what reduces
   std::array<std::uint8_t, 3> unused{};
 };
 static_assert(sizeof(MatchKey) == 56, "compared as bytes: no padding");

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <numeric>
 
-#include "collective/cluster/cluster_allgather.h"
 #include "collective/cluster/cluster_copy.h"
+#include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
+#include "collective/kinds.h"
 
 namespace multiring {
 
@@ -53,39 +54,69 @@ void gather_by_messages(Exchange& exchange, const OperationCall& call, const Ope
   ClusterCopy(exchange, call, outgoing, incoming).run(root_is_here ? longest : 0);
 }
 
-/// Allgather and gather: every rank stages its piece; all ranks, or the root only, take all pieces.
-void gather_pieces(Exchange& exchange, const OperationCall& call, Operation& operation, bool wanted) {
-  const bool to_root = operation.descriptor.key.kind == OpKind::kGather;
-  const auto by_messages = [&](std::size_t piece) {
-    const Transport& transport = exchange.transport();
-    return to_root ? worth_messages(transport, piece, piece)
-                   : ClusterAllgather::is_worthwhile(transport, piece);
-  };
-  const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
-  StagedCopy copy(exchange, call, outgoing);
-  exchange.match(call, operation.descriptor, [&] {
-    // All pieces are sent by messages if this one is: the longest decides.
-    if (!by_messages(operation.descriptor.bytes)) copy.stage_first();
-  });
-  const std::vector<std::uint64_t> rows = rows_of_all(exchange);
+/// What is gathered, in bytes.
+struct Pieces {
+  std::vector<std::uint64_t> rows;  ///< of each rank
+  std::size_t row_bytes = 0;
+  std::size_t longest = 0;
+};
+
+Pieces pieces_of(const Exchange& exchange, const Operation& operation) {
   // key.count is the number of elements in a row.
-  const std::size_t row_bytes = operation.descriptor.key.count * operation.element_size();
-  const std::size_t longest = *std::max_element(rows.begin(), rows.end()) * row_bytes;
-  std::vector<StagedCopy::Incoming> incoming(rows.size());
-  if (wanted) incoming = join_rows(exchange, call, operation, rows, row_bytes);
-  if (!by_messages(longest)) return copy.run(incoming, longest);
-  if (to_root) return gather_by_messages(exchange, call, operation, incoming, longest);
-  ClusterAllgather(exchange, call, outgoing[0], incoming).run(longest);
+  Pieces pieces{rows_of_all(exchange), operation.descriptor.key.count * operation.element_size()};
+  pieces.longest = *std::ranges::max_element(pieces.rows) * pieces.row_bytes;
+  return pieces;
 }
 
 }  // namespace
 
+/// Every rank stages its piece, or sends it by a plan, and takes all pieces.
 void allgather(Exchange& exchange, const OperationCall& call, Operation& operation) {
-  gather_pieces(exchange, call, operation, true);
+  const auto algorithm = [&](std::size_t piece) {
+    if (!traits_of(operation.descriptor).has_array) return CrossingAlgorithm{.staged = true};
+    return exchange.plans().algorithm(exchange.transport(), Collective::kAllgather, piece, Order::kAny);
+  };
+  // The longest piece decides, which is not known yet: what this one would go by may differ.
+  const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
+  StagedCopy copy(exchange, call, outgoing, operation.descriptor.bytes);
+  exchange.match(call, operation.descriptor, [&] {
+    if (algorithm(operation.descriptor.bytes).staged) copy.stage_first();
+  });
+  const Pieces pieces = pieces_of(exchange, operation);
+  const std::vector<StagedCopy::Incoming> incoming =
+      join_rows(exchange, call, operation, pieces.rows, pieces.row_bytes);
+  if (const CrossingAlgorithm chosen = algorithm(pieces.longest); !chosen.staged) {
+    std::vector<Piece> blocks;
+    for (const StagedCopy::Incoming& piece : incoming) blocks.push_back({nullptr, piece.data, piece.bytes});
+    blocks[static_cast<std::size_t>(exchange.rank())].input = operation.input;
+    return run_blocks(exchange, call, operation, Collective::kAllgather, blocks, chosen);
+  }
+  copy.set_longest(pieces.longest);
+  const bool all_have_staged = std::ranges::all_of(
+      pieces.rows, [&](std::uint64_t rows) { return algorithm(rows * pieces.row_bytes).staged; });
+  if (!all_have_staged) exchange.next(call, [&] { copy.stage_first(); });
+  copy.run(incoming);
 }
 
+/// The same, but only the root takes all pieces.
 void gather(Exchange& exchange, const OperationCall& call, Operation& operation) {
-  gather_pieces(exchange, call, operation, exchange.rank() == operation.descriptor.key.root);
+  const auto by_messages = [&](std::size_t piece) {
+    return worth_messages(exchange.transport(), piece, piece);
+  };
+  const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
+  StagedCopy copy(exchange, call, outgoing, operation.descriptor.bytes);
+  exchange.match(call, operation.descriptor, [&] {
+    // All pieces are sent by messages if this one is: the longest decides.
+    if (!by_messages(operation.descriptor.bytes)) copy.stage_first();
+  });
+  const Pieces pieces = pieces_of(exchange, operation);
+  std::vector<StagedCopy::Incoming> incoming(pieces.rows.size());
+  if (exchange.rank() == operation.descriptor.key.root)
+    incoming = join_rows(exchange, call, operation, pieces.rows, pieces.row_bytes);
+  if (by_messages(pieces.longest))
+    return gather_by_messages(exchange, call, operation, incoming, pieces.longest);
+  copy.set_longest(pieces.longest);
+  copy.run(incoming);
 }
 
 }  // namespace multiring

@@ -1,12 +1,10 @@
-// Reduce-scatter among ranks that share memory: rank i keeps block i of the rows (numpy.array_split's rule).
-// Inputs in symmetric memory are read where they lie; others travel through staging memory, one section a
-// block.
+// Reduce-scatter: rank i keeps block i of the rows (numpy.array_split's rule). Among ranks that share memory
+// inputs in symmetric memory are read where they lie; others travel through staging memory, one section a
+// block, or across hosts by a plan.
 
 #include <vector>
 
-#include "collective/cluster/cluster_allreduce.h"
-#include "collective/cluster/cluster_copy.h"
-#include "collective/cluster/cluster_reduce_scatter.h"
+#include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/staged/staged_copy.h"
 #include "collective/sums/integer_average.h"
@@ -46,7 +44,8 @@ void reduce_block(const Operation& operation, const std::vector<const void*>& in
 /// By the plan of an allreduce, of whose result this rank keeps its block: for many small blocks, which are
 /// not worth a message each. That sends twice the necessary bytes; staging memory would send all to every
 /// host.
-void reduce_by_plan(Exchange& exchange, const OperationCall& call, const Operation& operation, Range block) {
+void reduce_whole(Exchange& exchange, const OperationCall& call, const Operation& operation, Range block,
+                  const CrossingAlgorithm& algorithm) {
   Operation whole;
   whole.descriptor = operation.descriptor;
   whole.is_widened = operation.is_widened;
@@ -55,15 +54,17 @@ void reduce_by_plan(Exchange& exchange, const OperationCall& call, const Operati
                   {operation.input + block.end, nullptr, operation.descriptor.bytes - block.end}};
   Operation* const operations[] = {&whole};
   const PieceList pieces(operations);
-  ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy()).run();
+  allreduce_by_plan(exchange, call, operations, pieces, algorithm);
 }
 
 void reduce_across_hosts(Exchange& exchange, const OperationCall& call, const Operation& operation,
-                         const std::vector<Range>& blocks) {
-  // Block 0 is the longest.
-  if (worth_messages(exchange.transport(), operation.descriptor.bytes, blocks[0].size()))
-    return ClusterReduceScatter(exchange, call, operation, blocks).run();
-  reduce_by_plan(exchange, call, operation, blocks[static_cast<std::size_t>(exchange.rank())]);
+                         const std::vector<Range>& blocks, const CrossingAlgorithm& algorithm) {
+  const auto self = static_cast<std::size_t>(exchange.rank());
+  if (algorithm.whole) return reduce_whole(exchange, call, operation, blocks[self], algorithm);
+  std::vector<Piece> pieces;
+  for (const Range& block : blocks) pieces.push_back({operation.input + block.begin, nullptr, block.size()});
+  pieces[self].output = operation.output;
+  run_blocks(exchange, call, operation, Collective::kReduceScatter, pieces, algorithm);
 }
 
 }  // namespace
@@ -77,21 +78,22 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   const std::vector<Range> blocks = blocks_of(operation, exchange.size());
   std::vector<StagedCopy::Outgoing> outgoing;
   for (const Range& block : blocks) outgoing.push_back({operation.input + block.begin, block.size()});
-  StagedCopy staged(exchange, call, outgoing);
+  StagedCopy staged(exchange, call, outgoing, blocks[0].size());  // block 0 is the longest
   operation.received.assign(1, block_range(descriptor.rows, size, self).size());
   if (operation.output == nullptr) {
     operation.result.allocate(blocks[self].size());
     operation.output = operation.result.data();
   }
 
-  const bool may_be_direct = descriptor.bytes > kDirectScatterFrom;
-  const bool across = worth_messages(exchange.transport(), descriptor.bytes, descriptor.bytes);
+  const bool may_be_direct = exchange.transport().shares_memory() && descriptor.bytes > kDirectScatterFrom;
+  const CrossingAlgorithm algorithm = exchange.plans().algorithm(
+      exchange.transport(), Collective::kReduceScatter, descriptor.bytes, descriptor.key.order);
   exchange.match(call, descriptor, [&] {
-    if (!across && !(may_be_direct && descriptor.input_region != 0)) staged.stage_first();
+    if (algorithm.staged && !(may_be_direct && descriptor.input_region != 0)) staged.stage_first();
   });
   for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
     if (exchange.descriptor(rank).rows != descriptor.rows) exchange.throw_mismatch(call);
-  if (across) return reduce_across_hosts(exchange, call, operation, blocks);
+  if (!algorithm.staged) return reduce_across_hosts(exchange, call, operation, blocks, algorithm);
   std::vector<const void*> inputs(size);
   if (may_be_direct && all_symmetric(exchange)) {
     for (int rank = 0; rank < exchange.size(); ++rank)
@@ -102,7 +104,7 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   }
   // Ranks with symmetric inputs have not staged anything yet.
   if (may_be_direct) exchange.next(call, [&] { staged.stage_first(); });
-  staged.for_each_segment(blocks[0].size(), [&](std::size_t segment) {  // block 0 is the longest
+  staged.for_each_segment([&](std::size_t segment) {
     const Range range = staged.range_of(blocks[self].size(), segment);
     for (int rank = 0; rank < exchange.size(); ++rank)
       inputs[static_cast<std::size_t>(rank)] = staged.staged_by(rank, segment);

@@ -21,7 +21,7 @@ void scatter(Exchange& exchange, const OperationCall& call, Operation& operation
       outgoing[rank] = {operation.input + block.begin * row_bytes, block.size() * row_bytes};
     }
   }
-  StagedCopy copy(exchange, call, outgoing);
+  StagedCopy copy(exchange, call, outgoing, outgoing[0].bytes);  // block 0 is the longest
   exchange.match(call, operation.descriptor, [&] {
     if (!worth_messages(exchange.transport(), operation.descriptor.bytes, operation.descriptor.bytes / size))
       copy.stage_first();
@@ -41,8 +41,10 @@ void scatter(Exchange& exchange, const OperationCall& call, Operation& operation
   std::vector<StagedCopy::Incoming> incoming(size);
   incoming[static_cast<std::size_t>(root)] = {operation.output, rows * row_bytes};
   const std::size_t longest = block_range(sent.rows, size, 0).size() * row_bytes;  // block 0 is it
-  if (!worth_messages(exchange.transport(), sent.bytes, sent.bytes / size))
-    return copy.run(incoming, longest);
+  if (!worth_messages(exchange.transport(), sent.bytes, sent.bytes / size)) {
+    copy.set_longest(longest);
+    return copy.run(incoming);
+  }
   const bool root_is_here =
       exchange.transport().host_number(root) == exchange.transport().host_number(exchange.rank());
   ClusterCopy(exchange, call, outgoing, incoming).run(root_is_here ? longest : 0);

@@ -109,11 +109,12 @@ void Communicator::set_tuning(const std::string& tuning) {
   tuning_ = tuning;
 }
 
-std::vector<AlgorithmRow> Communicator::allreduce_rows(std::size_t bytes, Order order) const {
+std::vector<AlgorithmRow> Communicator::algorithm_rows(Collective collective, std::size_t bytes,
+                                                       Order order) const {
   PlanCache plans;  // operations may be using the other one
   if (!options_.mode.empty()) plans.force(parse_algorithm(options_.mode), *transport_);
   plans.set_tuning(Tuning::parse(tuning()), *transport_);
-  return plans.rows(*transport_, bytes, order == Order::kDefault ? options_.order : order);
+  return plans.rows(*transport_, collective, bytes, order == Order::kDefault ? options_.order : order);
 }
 
 std::string Communicator::fit_costs(std::span<const AllreduceProbe> probes) const {
@@ -274,12 +275,11 @@ void Communicator::complete(Operation& operation) const {
     descriptor.key.comm_dtype = options_.comm_dtype;
   if (descriptor.key.comm_dtype == CommDtype::kFloat32 && !has_comm_dtype(descriptor))
     descriptor.key.comm_dtype = CommDtype::kDefault;
-  const bool has_order = descriptor.key.kind == OpKind::kAllreduce;
-  if (descriptor.key.order == Order::kDefault && has_order) descriptor.key.order = options_.order;
+  if (descriptor.key.order == Order::kDefault && traits.reduces) descriptor.key.order = options_.order;
   // In shared memory there is one order only, and all may be fused.
-  if (descriptor.key.order == Order::kAny && has_order && transport_->shares_memory())
+  if (descriptor.key.order == Order::kAny && traits.reduces && transport_->shares_memory())
     descriptor.key.order = Order::kCanonical;
-  if (descriptor.key.order == Order::kCanonical && !has_order) descriptor.key.order = Order::kDefault;
+  if (descriptor.key.order == Order::kCanonical && !traits.reduces) descriptor.key.order = Order::kDefault;
   if (descriptor.bytes >= kMinSymmetricBytes && operation.pieces.empty() && traits.reduces)
     symmetric_.locate_buffers(operation, transport_->shares_memory());
 }

@@ -119,8 +119,8 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Replaces the tuning of later allreduces (collective/plan/tuning.h); empty: none. To be called between
   /// the same operations on all ranks; raises a usage error while any is in progress here.
   void set_tuning(const std::string& tuning);
-  /// The table of algorithms of an allreduce of float32, with what this communicator uses as the chosen one.
-  std::vector<AlgorithmRow> allreduce_rows(std::size_t bytes, Order order) const;
+  /// The table of algorithms of a collective of float32, with what this communicator uses as the chosen one.
+  std::vector<AlgorithmRow> algorithm_rows(Collective collective, std::size_t bytes, Order order) const;
   /// The line of a tuning with the costs that explain best what was measured among these ranks.
   std::string fit_costs(std::span<const AllreduceProbe> probes) const;
   /// The last tuning given.

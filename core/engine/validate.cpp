@@ -62,8 +62,8 @@ void validate(const Operation& operation, int rank, int size, const std::string&
     throw_usage(operation, "bool cannot be scaled");
   if (is_rounded(descriptor.key.comm_dtype) && !has_comm_dtype(descriptor))
     throw_usage(operation, "only an allreduce of float32 can be sent as another dtype between hosts");
-  if (descriptor.key.order == Order::kAny && kind != OpKind::kAllreduce)
-    throw_usage(operation, "only an allreduce can add in any order");
+  if (descriptor.key.order == Order::kAny && !traits.reduces)
+    throw_usage(operation, "only an allreduce or a reduce_scatter can add in any order");
   require_apart(operation);
   if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {
     const Range block =

@@ -40,7 +40,7 @@ __all__: list[str] = [
     "address_of",
     "after_fork",
     "algorithm_letters",
-    "allreduce_table",
+    "algorithm_table",
     "before_fork",
     "check_tuning",
     "checksum",
@@ -234,7 +234,7 @@ class CommDtype:
 
 class Order:
     """
-    In which order an allreduce adds.
+    In which order an allreduce or a reduce_scatter adds.
 
     Members:
 
@@ -428,6 +428,7 @@ class PlanRequest:
     What a plan is for, and what of it is forced.
     """
 
+    collective: str
     dtype: str
     mode: str
     order: str
@@ -456,7 +457,7 @@ class Channel:
 
 class Plan:
     """
-    Steps of one allreduce.
+    Steps of one collective.
     """
     def __init__(self, cluster: Cluster, request: PlanRequest) -> None: ...
     def traffic(
@@ -467,6 +468,8 @@ class Plan:
         """
     @property
     def channels(self) -> list[Channel]: ...
+    @property
+    def collective(self) -> str: ...
     @property
     def count(self) -> int: ...
     @property
@@ -543,7 +546,7 @@ class CostModel:
 
 class AlgorithmRow:
     """
-    An algorithm of an allreduce across hosts, and its costs.
+    An algorithm of a collective across hosts, and its costs.
     """
     @property
     def excluded(self) -> str: ...
@@ -581,6 +584,13 @@ class Communicator:
         To be called in a forked child.
         """
     def abort(self, message: str) -> None: ...
+    def algorithm_rows(
+        self, collective: str, nbytes: typing.SupportsInt | typing.SupportsIndex, order: str
+    ) -> list[AlgorithmRow]:
+        """
+        The table of algorithms of a collective of float32, with what is used as the chosen one.
+        An empty order is the default one.
+        """
     def allreduce(
         self,
         x: typing.Any,
@@ -594,13 +604,6 @@ class Communicator:
     ) -> bool:
         """
         False: an array is not contiguous, nothing was done.
-        """
-    def allreduce_rows(
-        self, nbytes: typing.SupportsInt | typing.SupportsIndex, order: str
-    ) -> list[AlgorithmRow]:
-        """
-        The table of algorithms of an allreduce of float32, with what is used as the chosen one.
-        An empty order is the default one.
         """
     def close(self) -> None: ...
     def fit_costs(
@@ -633,7 +636,7 @@ class Communicator:
     ) -> None: ...
     def set_tuning(self, tuning: str) -> None:
         """
-        Allreduces from here on go as a tuning says; called between the same operations on all ranks.
+        Collectives from here on go as a tuning says; called between the same operations on all ranks.
         """
     def split(
         self,
@@ -829,14 +832,14 @@ def algorithm_letters() -> str:
     What the letters of a mode mean.
     """
 
-def allreduce_table(
+def algorithm_table(
     cluster: Cluster,
     request: PlanRequest,
     model: CostModel,
     staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
 ) -> list[AlgorithmRow]:
     """
-    All algorithms of an allreduce across hosts.
+    All algorithms of a collective across hosts.
     """
 
 def before_fork() -> None:

@@ -27,7 +27,7 @@ from multiring.reductions import (
     native_reduction,
     reduce_op,
 )
-from multiring.types import Array, ReduceOpName
+from multiring.types import Array, OrderName, ReduceOpName
 from multiring.work import Work, seconds
 
 __all__ = ["Collectives", "Finish", "into", "set_arrays"]
@@ -152,6 +152,7 @@ class Collectives:
         prescale: float = 1.0,
         postscale: float = 1.0,
         timeout: float | None = None,
+        order: OrderName | None = None,
     ) -> Array:
         """Reduces `x` over all ranks; rank i gets block i of the result.
 
@@ -160,13 +161,14 @@ class Collectives:
         Args:
             x: Array of the same shape and dtype on all ranks, at least one-dimensional.
             out: Array for this rank's block; a new one if None.
+            order: In which order elements are added, see `CrossingKeywords`.
 
         The other arguments are those of `allreduce`.
 
         Returns:
             This rank's block, shape (rows of the block, *x.shape[1:]).
         """
-        return self._run(*self._reduce_scatter(x, op, out, name, prescale, postscale), timeout)
+        return self._run(*self._reduce_scatter(x, op, out, name, prescale, postscale, order), timeout)
 
     def reduce_scatter_async(
         self,
@@ -177,15 +179,23 @@ class Collectives:
         prescale: float = 1.0,
         postscale: float = 1.0,
         priority: int = 0,
+        order: OrderName | None = None,
     ) -> Work:
         """Like `reduce_scatter`, without waiting."""
-        return self._submit(*self._reduce_scatter(x, op, out, name, prescale, postscale), priority)
+        return self._submit(*self._reduce_scatter(x, op, out, name, prescale, postscale, order), priority)
 
     def _reduce_scatter(
-        self, x: Array, op: str, out: Array | None, name: str | None, prescale: float, postscale: float
+        self,
+        x: Array,
+        op: str,
+        out: Array | None,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+        order: OrderName | None,
     ) -> tuple[native.Operation, Finish]:
         operation = self._operation("REDUCE_SCATTER", name)
-        operation.set_reduction(*native_reduction(op, prescale, postscale))
+        operation.set_reduction(*native_reduction(op, prescale, postscale, order=order))
         return operation, self._join(operation, x, out)
 
     def allgather(

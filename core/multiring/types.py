@@ -17,7 +17,7 @@ CommDtypeName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 """As what float32 crosses from host to host."""
 
 OrderName: TypeAlias = Literal["canonical", "any"]
-"""In which order an allreduce adds."""
+"""In which order an allreduce or a reduce_scatter adds."""
 
 BufferMode: TypeAlias = Literal["broadcast", "average", "local"]
 """What happens, after each reduction of gradients, to the buffers of a model: what it holds beside its

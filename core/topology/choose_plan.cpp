@@ -19,21 +19,24 @@ constexpr std::size_t kMaxSegmentBytes = 16 * 1024 * 1024;
 /// The algorithms that are tried where none is forced, the simplest first. A ring sends what the pairwise
 /// exchange sends in more hops, but to one neighbour only; it pays among many hosts. A chain sends more; it
 /// is for neighbours.
-std::vector<Algorithm> candidates_for(bool across_hosts, bool last, Order order, bool fully_linked) {
-  std::vector<Algorithm> found{Algorithm::kPairwise, Algorithm::kTree};
-  if (last) found.push_back(Algorithm::kDoubling);
-  if (across_hosts && order == Order::kAny) found.push_back(Algorithm::kRing);
+std::vector<Algorithm> candidates_for(bool across_hosts, bool last, const PlanOptions& options,
+                                      bool fully_linked) {
+  std::vector<Algorithm> found{Algorithm::kPairwise};
+  const bool has_blocks = options.collective != Collective::kAllreduce;  // which others do not keep apart
+  if (!has_blocks) found.push_back(Algorithm::kTree);
+  if (!has_blocks && last) found.push_back(Algorithm::kDoubling);
+  if (across_hosts && options.order == Order::kAny) found.push_back(Algorithm::kRing);
   if (across_hosts && !fully_linked) found.push_back(Algorithm::kChain);
   return found;
 }
 
 /// The ways that are tried to give each dimension an algorithm. Dimensions between the first and the last get
 /// the same: they are alike, and combinations of many dimensions have no end.
-std::vector<Mode> combinations(const Mode& mode, Order order, bool linked) {
+std::vector<Mode> combinations(const Mode& mode, const PlanOptions& options, bool linked) {
   std::vector<Mode> modes;
-  for (const Algorithm first : candidates_for(false, mode.size() == 1, order, linked)) {
-    for (const Algorithm between : candidates_for(true, false, order, linked)) {
-      for (const Algorithm last : candidates_for(true, true, order, linked)) {
+  for (const Algorithm first : candidates_for(false, mode.size() == 1, options, linked)) {
+    for (const Algorithm between : candidates_for(true, false, options, linked)) {
+      for (const Algorithm last : candidates_for(true, true, options, linked)) {
         Mode tried = mode;
         for (std::size_t index = 0; index < mode.size(); ++index) {
           const Algorithm wanted = index == 0 ? first : index + 1 == mode.size() ? last : between;
@@ -60,8 +63,8 @@ std::vector<std::size_t> segments(const Plan& plan) {
 std::vector<Mode> modes_for(const Cluster& cluster, const PlanOptions& options) {
   if (!options.mode.empty()) return {options.mode};
   std::vector<Mode> modes{flat_mode(cluster)};
-  if (const Mode divided = automatic_mode(cluster); !options.rounded && divided != modes[0])
-    modes.push_back(divided);
+  if (options.rounded || options.collective != Collective::kAllreduce) return modes;
+  if (const Mode divided = automatic_mode(cluster); divided != modes[0]) modes.push_back(divided);
   return modes;
 }
 
@@ -84,7 +87,7 @@ std::vector<PlanOptions> plan_options(const Cluster& cluster, const PlanOptions&
   if (all_channels > 1) channel_counts.push_back(static_cast<int>(all_channels));
   std::vector<PlanOptions> found;
   for (const Mode& mode : modes_for(cluster, options)) {
-    for (const Mode& combination : combinations(mode, options.order, cluster.fully_linked())) {
+    for (const Mode& combination : combinations(mode, options, cluster.fully_linked())) {
       PlanOptions tried = options;
       tried.mode = combination;
       if (missing_link(cluster, tried)) continue;

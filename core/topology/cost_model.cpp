@@ -123,8 +123,9 @@ double limit_seconds(const Plan& plan, const CostModel& model) {
   validate(model);
   const Cluster& cluster = plan.cluster();
   const auto bytes = static_cast<double>(plan.count() * plan.element_bytes());
+  const bool is_half = plan.collective() != Collective::kAllreduce;
   // Of a group of n, each member sends and receives at least so much of what the group reduces.
-  const auto share = [](double n) { return 2.0 * (n - 1.0) / n; };
+  const auto share = [&](double n) { return (is_half ? 1.0 : 2.0) * (n - 1.0) / n; };
   double limit = 0.0;
   double divided = bytes;      // what a host still has to reduce in the dimension
   double by_interfaces = 0.0;  // what it sends in dimensions without links of their own
@@ -137,8 +138,12 @@ double limit_seconds(const Plan& plan, const CostModel& model) {
       by_interfaces += share(n) * divided;
     divided /= n;
   }
-  // Of two cables each passes half; along a line each passes everything, in both directions.
-  if (!cluster.fully_linked()) by_interfaces = cluster.links == HostLinks::kRing ? by_interfaces / 2 : bytes;
+  // Of two cables each passes half; along a line each passes everything, in both directions, and of blocks
+  // all but one.
+  if (!cluster.fully_linked() && cluster.links == HostLinks::kRing)
+    by_interfaces /= 2;
+  else if (!cluster.fully_linked() && !is_half)
+    by_interfaces = bytes;
   for (const Host& host : cluster.hosts) {
     if (cluster.size() > 1)
       limit = std::max(limit,

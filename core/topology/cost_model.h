@@ -64,7 +64,8 @@ MULTIRING_API PlanCost predict_steps(const Plan& plan, const CostModel& model);
 MULTIRING_API double predict(const Plan& plan, const CostModel& model);
 
 /// Seconds that no plan that treats all hosts alike can go below: every host sends and receives
-/// 2 * (hosts - 1) / hosts of the bytes, and every rank's elements are read and written once.
+/// 2 * (hosts - 1) / hosts of the bytes (blocks: half of that), and every rank's elements are read and
+/// written once.
 MULTIRING_API double limit_seconds(const Plan& plan, const CostModel& model);
 
 /// What is compared, the simplest first: each combination of algorithms that the links between hosts allow,

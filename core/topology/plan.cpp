@@ -21,13 +21,24 @@ Algorithm neighbour_algorithm(const Cluster& cluster, Order order) {
 Mode resolve(Mode mode, const Cluster& cluster, const PlanOptions& options) {
   // Each dimension rounds, and bits are not to depend on how many there are.
   if (mode.empty()) {
-    mode = options.rounded ? flat_mode(cluster) : automatic_mode(cluster);
+    const bool is_flat = options.rounded || options.collective != Collective::kAllreduce;
+    mode = is_flat ? flat_mode(cluster) : automatic_mode(cluster);
     if (!cluster.fully_linked()) mode.back().algorithm = neighbour_algorithm(cluster, options.order);
   }
   require_fit(mode, cluster);
   for (Dimension& dimension : mode)
     if (!dimension.algorithm) dimension.algorithm = Algorithm::kPairwise;
   return mode;
+}
+
+/// Blocks cross hosts at once, and whoever carries one holds all of it.
+void require_blocks(const Mode& mode) {
+  const bool fits = mode.size() <= 2 && mode.front().algorithm == Algorithm::kPairwise &&
+                    reducing_phase(*mode.back().algorithm) == Phase::kReduceScatter;
+  if (!fits)
+    throw_usage("mode " + format_mode(mode) +
+                " is for allreduces: others cross hosts in one dimension, by a pairwise exchange (p), a ring "
+                "(r) or a chain (c), and go by pairwise exchange within hosts");
 }
 
 void require_canonical(const Mode& mode) {
@@ -62,6 +73,37 @@ const char* phase_name(Phase phase) {
   return name_in(kNames, phase, "unknown");
 }
 
+namespace {
+constexpr const char* kCollectiveNames[] = {"allreduce", "reduce_scatter", "allgather"};
+}
+
+const char* collective_name(Collective collective) {
+  return name_in(kCollectiveNames, collective, "unknown");
+}
+
+Collective parse_collective(std::string_view name) {
+  if (const std::optional<Collective> found = find_collective(name)) return *found;
+  throw_usage("collective '" + std::string(name) +
+              "' has no algorithms to choose from; allreduce, reduce_scatter and allgather have");
+}
+
+std::optional<Collective> find_collective(std::string_view name) {
+  for (const Collective each : {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather})
+    if (name == collective_name(each)) return each;
+  return std::nullopt;
+}
+
+PlanOptions collective_options(Collective collective, std::size_t count, int ranks) {
+  PlanOptions options;
+  options.collective = collective;
+  options.count = count;
+  const auto size = static_cast<std::size_t>(ranks);
+  for (std::size_t rank = 0; rank < size && collective != Collective::kAllreduce; ++rank)
+    options.blocks.push_back(collective == Collective::kAllgather ? count
+                                                                  : block_range(count, size, rank).size());
+  return options;
+}
+
 std::size_t Step::most_parts() const {
   std::size_t most = 1;
   for (const Holding& holding : holdings) most = std::max(most, holding.parts);
@@ -71,7 +113,12 @@ std::size_t Step::most_parts() const {
 Plan::Plan(Cluster cluster, const PlanOptions& options) : cluster_(std::move(cluster)), options_(options) {
   cluster_.validate();
   mode_ = options_.mode = resolve(options.mode, cluster_, options_);
-  if (canonical()) require_canonical(mode_);
+  if (options_.collective != Collective::kAllreduce) {
+    require_blocks(mode_);
+    blocks_.emplace(cluster_, options_.blocks);
+    options_.count = blocks_->count();
+  }
+  if (canonical() && options_.collective != Collective::kAllgather) require_canonical(mode_);
   channels_ = make_channels(cluster_, options_.channels);
   PlanBuilder builder(*this);
   steps_ = builder.build();
@@ -104,7 +151,20 @@ Holding Plan::holding(std::vector<int> ranks) const {
   return holding;
 }
 
+std::vector<Range> Plan::host_shares(const Host& host) const {
+  if (blocks_) return blocks_->shares(host);
+  const Group group{host.ranks, {0, options_.count}, -1, 0};
+  std::vector<Range> shares(host.ranks.size());
+  if (reducing_phase(*mode_.front().algorithm) == Phase::kReduceScatter)
+    for (std::size_t local_rank = 0; local_rank < shares.size(); ++local_rank)
+      shares[local_rank] = share(group, local_rank);
+  else
+    shares.front() = group.range;
+  return shares;
+}
+
 Range Plan::share(const Group& group, std::size_t position) const {
+  if (group.owner >= 0) return static_cast<int>(position) == group.owner ? group.range : Range{};
   const Range block = aligned_block_range(group.range.size(), group.ranks.size(), position, granule());
   return {group.range.begin + block.begin, group.range.begin + block.end};
 }

@@ -1,12 +1,15 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "base/arithmetic/dtype.h"
 #include "base/arithmetic/order.h"
 #include "base/export.h"
+#include "topology/blocks.h"
 #include "topology/chunks.h"
 #include "topology/cluster.h"
 #include "topology/dimensions.h"
@@ -17,6 +20,18 @@ namespace multiring {
 // have and reduce it (reduce-scatter), so that in the next dimension as many groups work at once as there are
 // shares; then the sums return in reverse order (all-gather). Where latency costs more than bytes, a
 // dimension reduces to the first rank of the group instead (reduce) and returns the result by a broadcast.
+//
+// A reduce-scatter is the first half of that, an allgather the second: there each rank has its own block, and
+// all blocks cross in one dimension.
+
+enum class Collective { kAllreduce, kReduceScatter, kAllgather };
+
+/// "allreduce", "reduce_scatter", "allgather".
+MULTIRING_API const char* collective_name(Collective collective);
+/// None: there is no such name.
+MULTIRING_API std::optional<Collective> find_collective(std::string_view name);
+/// Raises a usage error where there is no such name.
+MULTIRING_API Collective parse_collective(std::string_view name);
 
 enum class Phase { kReduceScatter, kReduce, kAllreduce, kBroadcast, kAllGather };
 
@@ -40,6 +55,7 @@ struct Group {
   int channel = -1;               ///< index into Plan::channels(); -1: the memory of a host
   std::size_t first_holding = 0;  ///< member i enters a reducing step with Step::holdings[first_holding + i]
   bool backward = false;          ///< a ring that goes from each position to the one before
+  int owner = -1;                 ///< the position that all of `range` belongs to; -1: each has a share
 };
 
 /// What all groups of a dimension do at the same time.
@@ -66,13 +82,20 @@ struct PlanOptions {
   Order order = Order::kCanonical;  ///< kAny: each holder sends one sum of all it has
   /// Whether partial sums are sent as elements of `dtype`, rounded once more by each step that sends them.
   bool rounded = false;
+  Collective collective = Collective::kAllreduce;
+  /// Elements of each rank's block, of a reduce-scatter or an allgather, where `count` does not matter.
+  std::vector<std::size_t> blocks = {};
 };
 
-/// Steps of one allreduce; immutable.
+/// What `count` elements on each of `ranks` mean to a collective: an array, divided as reduce_scatter does;
+/// or of an allgather, the block of each.
+MULTIRING_API PlanOptions collective_options(Collective collective, std::size_t count, int ranks);
+
+/// Steps of one collective; immutable.
 class MULTIRING_API Plan {
  public:
-  /// Raises a usage error if the cluster is not valid, the mode does not fit it, or a ring of more than two
-  /// ranks is asked for while the order of additions has to be canonical.
+  /// Raises a usage error if the cluster is not valid, the mode does not fit it or the collective, or a ring
+  /// of more than two ranks is asked for while the order of additions has to be canonical.
   Plan(Cluster cluster, const PlanOptions& options);
 
   const Cluster& cluster() const { return cluster_; }
@@ -81,6 +104,9 @@ class MULTIRING_API Plan {
   std::size_t count() const { return options_.count; }
   DType dtype() const { return options_.dtype; }
   Order order() const { return options_.order; }
+  Collective collective() const { return options_.collective; }
+  /// None: an allreduce.
+  const std::optional<Blocks>& blocks() const { return blocks_; }
   bool canonical() const { return options_.order != Order::kAny; }
   const std::vector<Channel>& channels() const { return channels_; }
   std::span<const Step> steps() const { return steps_; }
@@ -103,6 +129,8 @@ class MULTIRING_API Plan {
   std::size_t granule() const;
   /// Bytes on the wire for one element of the contributions of `ranks` (ascending), and of how many sums.
   Holding holding(std::vector<int> ranks) const;
+  /// What the ranks of a host have to send and receive for it: a range of elements each, which may be empty.
+  std::vector<Range> host_shares(const Host& host) const;
   /// The part of `group.range` that member `position` owns after a reduce-scatter.
   Range share(const Group& group, std::size_t position) const;
   /// The most sums that any rank has to send to another host for what its host holds: 1 if every host's ranks
@@ -114,6 +142,7 @@ class MULTIRING_API Plan {
 
   Cluster cluster_;
   PlanOptions options_;
+  std::optional<Blocks> blocks_;
   Mode mode_;
   std::vector<Channel> channels_;
   std::vector<Step> steps_;

@@ -9,11 +9,16 @@
 namespace multiring {
 std::vector<Step> PlanBuilder::build() {
   if (plan_.count() == 0) return {};
-  reduce_within_hosts();
+  if (plan_.blocks())
+    reduce_to_carriers();
+  else
+    reduce_within_hosts();
   divide_into_stripes();
   for (int dimension = 1; dimension < static_cast<int>(plan_.mode().size()); ++dimension)
     reduce_across(dimension);
-  add_return_steps();
+  const auto reducing = static_cast<std::ptrdiff_t>(steps_.size());
+  if (plan_.collective() != Collective::kReduceScatter) add_return_steps();
+  if (plan_.collective() == Collective::kAllgather) steps_.erase(steps_.begin(), steps_.begin() + reducing);
   return std::move(steps_);
 }
 
@@ -39,6 +44,28 @@ void PlanBuilder::reduce_within_hosts() {
   }
   cells_ = {{{0, plan_.count()}, -1, {}}};
   for (const Host& host : hosts) cells_[0].owners.push_back(host.ranks.front());
+}
+
+/// The same for blocks of ranks, each of which is a cell.
+void PlanBuilder::reduce_to_carriers() {
+  const std::vector<Host>& hosts = plan_.cluster().hosts;
+  Step step{Phase::kReduceScatter, 0, Algorithm::kPairwise, {}, {}};
+  for (const Host& host : hosts) {
+    const std::vector<Range> shares = plan_.host_shares(host);
+    for (std::size_t local = 0; local < shares.size(); ++local)
+      if (shares.size() > 1 && !shares[local].empty())
+        step.groups.push_back(
+            {host.ranks, shares[local], -1, step.holdings.size(), false, static_cast<int>(local)});
+    for (const int rank : host.ranks) step.holdings.push_back(plan_.holding({rank}));
+  }
+  if (!step.groups.empty()) steps_.push_back(std::move(step));
+  const std::vector<int> host_of = plan_.cluster().host_of_rank();
+  for (int rank = 0; rank < plan_.cluster().size(); ++rank) {
+    Cell cell{plan_.blocks()->of(rank), -1, {}, false, host_of[static_cast<std::size_t>(rank)]};
+    if (cell.range.empty()) continue;
+    for (const Host& host : hosts) cell.owners.push_back(plan_.blocks()->carrier(host, rank));
+    cells_.push_back(std::move(cell));
+  }
 }
 
 /// Hosts with different numbers of ranks divide the elements differently. Each range that no host divides
@@ -78,7 +105,7 @@ void PlanBuilder::divide_into_stripes() {
     const std::vector<Range> stripes = stripe_ranges(cell.range, weights, plan_.granule());
     for (std::size_t channel = 0; channel < stripes.size(); ++channel)
       if (!stripes[channel].empty())
-        cells.push_back({stripes[channel], static_cast<int>(channel), cell.owners});
+        cells.push_back({stripes[channel], static_cast<int>(channel), cell.owners, false, cell.owner});
   }
   cells_ = std::move(cells);
 }
@@ -91,6 +118,7 @@ void PlanBuilder::reduce_across(int dimension) {
   Step step{reducing_phase(*algorithm), dimension, *algorithm, {}, block_holdings(hosts_in_block_)};
   for (const Cell& cell : cells_) add_groups(step, cell, group_size);
   steps_.push_back(std::move(step));
+  if (plan_.blocks()) return;  // all is where it belongs
   hosts_in_block_ *= group_size;
   std::vector<Cell> cells;
   for (const Cell& cell : cells_) {
@@ -106,7 +134,8 @@ void PlanBuilder::reduce_across(int dimension) {
   cells_ = std::move(cells);
 }
 
-/// Half of the elements goes round in each direction: a link to a neighbour carries as much each way.
+/// Half of the elements goes round in each direction: a link to a neighbour carries as much each way. Of a
+/// block half of it, for each goes another part of the way round.
 void PlanBuilder::divide_into_directions() {
   const std::vector<int> host_of = plan_.cluster().host_of_rank();
   const auto first_host = [&](const Cell& cell) { return host_of[static_cast<std::size_t>(cell.owners[0])]; };
@@ -115,7 +144,7 @@ void PlanBuilder::divide_into_directions() {
   std::map<int, bool> next;
   std::vector<Cell> cells;
   for (const Cell& cell : cells_) {
-    if (count[first_host(cell)] % 2 == 0) {
+    if (cell.owner < 0 && count[first_host(cell)] % 2 == 0) {
       bool& backward = next[first_host(cell)];
       cells.push_back({cell.range, cell.channel, cell.owners, backward});
       backward = !backward;
@@ -124,7 +153,7 @@ void PlanBuilder::divide_into_directions() {
     for (const bool backward : {false, true}) {
       const Range half = aligned_block_range(cell.range.size(), 2, backward ? 1 : 0, plan_.granule());
       const Range range{cell.range.begin + half.begin, cell.range.begin + half.end};
-      if (!range.empty()) cells.push_back({range, cell.channel, cell.owners, backward});
+      if (!range.empty()) cells.push_back({range, cell.channel, cell.owners, backward, cell.owner});
     }
   }
   cells_ = std::move(cells);
@@ -137,7 +166,8 @@ void PlanBuilder::add_groups(Step& step, const Cell& cell, std::size_t group_siz
                            cell.range,
                            cell.channel,
                            first,
-                           cell.backward});
+                           cell.backward,
+                           cell.owner});
   }
 }
 

@@ -23,9 +23,11 @@ class PlanBuilder {
     int channel = -1;
     std::vector<int> owners;
     bool backward = false;  ///< the direction of its ring, if the next step is one
+    int owner = -1;         ///< index into `owners` of the rank whose block it is; -1: of no rank
   };
 
   void reduce_within_hosts();
+  void reduce_to_carriers();
   std::vector<Cell> shared_cells() const;
   void divide_into_stripes();
   void reduce_across(int dimension);

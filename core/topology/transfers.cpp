@@ -69,6 +69,13 @@ class Hop {
     send(from, to, range, TransferKind::kResult, plan_.element_bytes());
   }
 
+  /// Positions that own a part of the range.
+  Range owners() const {
+    if (group_->owner < 0) return {0, n_};
+    const auto owner = static_cast<std::size_t>(group_->owner);
+    return {owner, owner + 1};
+  }
+
   std::size_t held_bytes(std::size_t position) const {
     return step_.holdings[group_->first_holding + position].bytes_per_element;
   }
@@ -91,8 +98,11 @@ class Hop {
   }
 
   void pairwise() {
-    for (std::size_t from = 0; from < n_; ++from) {
-      for (std::size_t to = 0; to < n_; ++to) {
+    const Range all{0, n_};
+    const Range senders = reducing() ? all : owners();
+    const Range receivers = reducing() ? owners() : all;
+    for (std::size_t from = senders.begin; from < senders.end; ++from) {
+      for (std::size_t to = receivers.begin; to < receivers.end; ++to) {
         if (from == to) continue;
         if (reducing())
           send(from, to, plan_.share(*group_, to), TransferKind::kHandOver, held_bytes(from));
@@ -106,16 +116,15 @@ class Hop {
   /// there and goes round once more. Backwards, positions count from the other end.
   void ring() {
     const auto position = [this](std::size_t step) { return group_->backward ? n_ - 1 - step : step; };
-    for (std::size_t step = 0; step < n_; ++step) {
-      const std::size_t from = position(step);
+    for (std::size_t chunk = owners().begin; chunk < owners().end; ++chunk) {
+      const Range range = plan_.share(*group_, chunk);
+      const std::size_t step = position(chunk) + hop_ + (reducing() ? 1 : 0);
+      const std::size_t from = position(step % n_);
       const std::size_t to = position((step + 1) % n_);
-      if (!reducing()) {
-        send_result(from, to, plan_.share(*group_, position((step + n_ - hop_) % n_)));
-        continue;
-      }
-      const std::size_t bytes = hop_ == 0 ? held_bytes(from) : plan_.partial_bytes();
-      send(from, to, plan_.share(*group_, position((step + 2 * n_ - 1 - hop_) % n_)), TransferKind::kHandOver,
-           bytes);
+      if (reducing())
+        send(from, to, range, TransferKind::kHandOver, hop_ == 0 ? held_bytes(from) : plan_.partial_bytes());
+      else
+        send_result(from, to, range);
     }
   }
 
@@ -123,7 +132,7 @@ class Hop {
   /// downwards, with all that has come to it. Then every chunk's sum passes from its owner to both ends.
   void chain() {
     if (!reducing()) {
-      for (std::size_t chunk = 0; chunk < n_; ++chunk) {
+      for (std::size_t chunk = owners().begin; chunk < owners().end; ++chunk) {
         const Range range = plan_.share(*group_, chunk);
         if (chunk + hop_ + 1 < n_) send_result(chunk + hop_, chunk + hop_ + 1, range);
         if (chunk > hop_) send_result(chunk - hop_, chunk - hop_ - 1, range);
@@ -134,10 +143,11 @@ class Hop {
     const std::size_t down = n_ - 1 - hop_;
     const std::size_t up_bytes = joint_bytes(up, positions(0, up + 1));
     const std::size_t down_bytes = joint_bytes(down, positions(down, n_));
-    for (std::size_t chunk = up + 1; chunk < n_; ++chunk)
-      send(up, up + 1, plan_.share(*group_, chunk), TransferKind::kHandOver, up_bytes);
-    for (std::size_t chunk = 0; chunk < down; ++chunk)
-      send(down, down - 1, plan_.share(*group_, chunk), TransferKind::kHandOver, down_bytes);
+    for (std::size_t chunk = owners().begin; chunk < owners().end; ++chunk) {
+      const Range range = plan_.share(*group_, chunk);
+      if (chunk > up) send(up, up + 1, range, TransferKind::kHandOver, up_bytes);
+      if (chunk < down) send(down, down - 1, range, TransferKind::kHandOver, down_bytes);
+    }
   }
 
   static std::vector<std::size_t> positions(std::size_t begin, std::size_t end) {
@@ -223,10 +233,16 @@ void for_each_transfer(const Plan& plan, const Step& step, int hop,
   for (const Group& group : step.groups) transfers.visit_group(group);
 }
 
+void for_each_transfer(const Plan& plan, const Step& step, const Group& group, int hop,
+                       const std::function<void(const Transfer&)>& visit) {
+  Hop(plan, step, hop, visit).visit_group(group);
+}
+
 std::optional<std::pair<int, int>> missing_link(const Cluster& cluster, PlanOptions options) {
   if (cluster.fully_linked()) return std::nullopt;
   // Enough elements for every rank to have some. Who sends to whom is the same in any order.
   options.count = kCacheLine * static_cast<std::size_t>(cluster.size());
+  options.blocks.assign(static_cast<std::size_t>(cluster.size()), kCacheLine);
   options.order = Order::kAny;
   const Plan plan(cluster, options);
   const std::vector<int> hosts = cluster.host_of_rank();

@@ -35,6 +35,10 @@ MULTIRING_API int hop_count(const Step& step);
 MULTIRING_API void for_each_transfer(const Plan& plan, const Step& step, int hop,
                                      const std::function<void(const Transfer&)>& visit);
 
+/// The same of one group of the step.
+MULTIRING_API void for_each_transfer(const Plan& plan, const Step& step, const Group& group, int hop,
+                                     const std::function<void(const Transfer&)>& visit);
+
 /// Two hosts without a link, of which a plan of `options` for any number of elements sends from the first to
 /// the second; none: it can run.
 MULTIRING_API std::optional<std::pair<int, int>> missing_link(const Cluster& cluster, PlanOptions options);

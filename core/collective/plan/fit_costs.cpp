@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "collective/plan/allreduce_table.h"
+#include "collective/plan/algorithm_table.h"
 
 namespace multiring {
 namespace {
@@ -92,8 +92,8 @@ class Errors {
 
  private:
   std::span<const AllreduceProbe> probes_;
-  AllreduceTable table_;
-  std::vector<AllreduceTable::Load> loads_;
+  AlgorithmTable table_;
+  std::vector<AlgorithmTable::Load> loads_;
   Vector prior_ = logarithms(assumed());
 };
 

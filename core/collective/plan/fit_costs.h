@@ -4,14 +4,14 @@
 #include <span>
 
 #include "base/export.h"
-#include "collective/plan/allreduce_algorithm.h"
+#include "collective/plan/crossing_algorithm.h"
 #include "collective/plan/job_costs.h"
 
 namespace multiring {
 
 /// A measured allreduce of float32.
 struct AllreduceProbe {
-  AllreduceAlgorithm algorithm;
+  CrossingAlgorithm algorithm;
   std::size_t bytes = 0;
   double seconds = 0.0;
 };

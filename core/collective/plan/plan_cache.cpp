@@ -57,14 +57,22 @@ Plan PlanCache::plan(const Request& request) const {
   options.channels = 1;
   options.order = request.order;
   options.rounded = request.rounded;
+  options.collective = request.collective;
+  options.blocks = request.blocks;
   return Plan(cluster_, options);
 }
 
-void PlanCache::require_fit_and_links(const AllreduceAlgorithm& algorithm, const Transport& transport) const {
+void PlanCache::require_fit_and_links(const CrossingAlgorithm& algorithm, Collective collective,
+                                      const Transport& transport) const {
+  if (algorithm.whole && collective != Collective::kReduceScatter)
+    throw_usage("'" + algorithm_name(algorithm) + "' is for reduce_scatter only");
   if (algorithm.staged) return;
+  if (algorithm.whole) collective = Collective::kAllreduce;
   require_fit(algorithm.mode, cluster_);
-  PlanOptions options;
+  PlanOptions options = collective_options(collective, 0, cluster_.size());
   options.mode = algorithm.mode;
+  options.order = Order::kAny;
+  if (collective != Collective::kAllreduce) Plan(cluster_, options);
   const std::optional<std::pair<int, int>> missing = missing_link(cluster_, options);
   if (!missing) return;
   const auto name = [&](int host) {
@@ -76,16 +84,16 @@ void PlanCache::require_fit_and_links(const AllreduceAlgorithm& algorithm, const
               "order a ring (r)");
 }
 
-void PlanCache::force(AllreduceAlgorithm algorithm, const Transport& transport) {
+void PlanCache::force(CrossingAlgorithm algorithm, const Transport& transport) {
   cluster_ = cluster_of(transport);
-  require_fit_and_links(algorithm, transport);
+  require_fit_and_links(algorithm, Collective::kAllreduce, transport);
   forced_ = std::move(algorithm);
 }
 
 void PlanCache::require_rules_that_fit(const Tuning& tuning, const Transport& transport) const {
   for (const Tuning::Rule& rule : tuning.rules()) {
     try {
-      require_fit_and_links(rule.algorithm, transport);
+      require_fit_and_links(rule.algorithm, rule.collective, transport);
     } catch (const Error& error) {
       throw_usage("line " + std::to_string(rule.line) + " of the tuning: " + error.what());
     }
@@ -102,22 +110,28 @@ void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
   quickest_.clear();
 }
 
-AllreduceTable PlanCache::table(const Transport& transport) const {
+AlgorithmTable PlanCache::table(const Transport& transport) const {
   const JobCosts costs = tuning_.costs().value_or(JobCosts{});
   Cluster cluster = cluster_of(transport);
   set_speeds(cluster, costs);
   return {std::move(cluster), cost_model(costs), transport.staging_bytes()};
 }
 
-std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, std::size_t bytes, Order order) {
-  PlanOptions options;
-  options.count = bytes / sizeof(float);
+std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, Collective collective,
+                                          std::size_t bytes, Order order) {
+  PlanOptions options = collective_options(collective, bytes / sizeof(float), transport.size());
   options.order = order;
   std::vector<AlgorithmRow> rows = table(transport).rows(options);
-  const AllreduceAlgorithm& used = algorithm(transport, bytes, order, false);
-  std::string name = "rounds";
-  if (!used.staged)
-    name = format_mode(plan({.count = options.count, .order = order, .mode = used.mode}).mode());
+  CrossingAlgorithm used = algorithm(transport, collective, bytes, order);
+  if (!used.staged) {  // a mode with the algorithms of all dimensions
+    Request request{.count = options.count, .order = order, .mode = used.mode};
+    if (!used.whole) {
+      request.collective = collective;
+      request.blocks = options.blocks;
+    }
+    used.mode = plan(request).mode();
+  }
+  const std::string name = algorithm_name(used);
   for (AlgorithmRow& row : rows) row.is_chosen = row.name == name;
   return rows;
 }
@@ -126,22 +140,24 @@ JobCosts PlanCache::fit(std::span<const AllreduceProbe> probes, const Transport&
   return fit_costs(cluster_of(transport), probes, transport.staging_bytes());
 }
 
-const AllreduceAlgorithm& PlanCache::algorithm(const Transport& transport, std::size_t bytes, Order order,
-                                               bool rounded) {
-  if (forced_) return *forced_;
-  if (const AllreduceAlgorithm* const rule = rounded ? nullptr : tuning_.rule(bytes); rule != nullptr)
+CrossingAlgorithm PlanCache::algorithm(const Transport& transport, Collective collective, std::size_t bytes,
+                                       Order order, bool rounded) {
+  if (transport.size() == 1 || transport.shares_memory() || bytes == 0) return {.staged = true};
+  if (forced_ && collective == Collective::kAllreduce) return *forced_;
+  if (const CrossingAlgorithm* const rule = rounded ? nullptr : tuning_.rule(collective, bytes);
+      rule != nullptr)
     return *rule;
   const std::size_t most = class_of(bytes);
-  const auto found = quickest_.find({most, order, rounded});
+  const auto found = quickest_.find({collective, most, order, rounded});
   if (found != quickest_.end()) return found->second;
   if (!table_) table_ = table(transport);
   // As for float32 of so many bytes; sums of narrower types are wider on their way.
-  PlanOptions options;
-  options.count = most / sizeof(float);
+  PlanOptions options = collective_options(collective, most / sizeof(float), transport.size());
   options.order = order;
   options.rounded = rounded;
   if (rounded) options.dtype = DType::kBFloat16;
-  return quickest_.emplace(std::tuple(most, order, rounded), table_->quickest(options)).first->second;
+  return quickest_.emplace(std::tuple(collective, most, order, rounded), table_->quickest(options))
+      .first->second;
 }
 
 std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, Request request) {
@@ -158,6 +174,11 @@ std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transpo
   recent_.emplace_front(std::move(request), std::move(made));
   index_[recent_.front().first] = recent_.begin();
   return recent_.front().second;
+}
+
+std::vector<int> PlanCache::block_order(const Transport& transport) {
+  if (cluster_.hosts.empty()) cluster_ = cluster_of(transport);
+  return Blocks::order(cluster_);
 }
 
 const std::shared_ptr<std::vector<std::byte>>& PlanCache::workspace(std::size_t bytes) {

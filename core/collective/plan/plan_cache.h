@@ -13,7 +13,7 @@
 #include "base/arithmetic/dtype.h"
 #include "base/arithmetic/order.h"
 #include "base/export.h"
-#include "collective/plan/allreduce_table.h"
+#include "collective/plan/algorithm_table.h"
 #include "collective/plan/fit_costs.h"
 #include "collective/plan/plan_schedule.h"
 #include "collective/plan/tuning.h"
@@ -36,45 +36,52 @@ class MULTIRING_API PlanCache {
     bool rounded = false;
     Order order = Order::kCanonical;
     /// Empty: automatic. In the canonical order others take the place of rings, and, if rounded, of chains.
-    Mode mode;
+    Mode mode = {};
+    Collective collective = Collective::kAllreduce;
+    std::vector<std::size_t> blocks = {};  ///< elements by rank, of a reduce-scatter or an allgather
     auto operator<=>(const Request&) const = default;
   };
 
   /// All allreduces of at least one byte use this algorithm, whatever the tuning. Raises a usage error unless
   /// it fits the ranks and the links between hosts.
-  void force(AllreduceAlgorithm algorithm, const Transport& transport);
+  void force(CrossingAlgorithm algorithm, const Transport& transport);
   /// Replaces the tuning. Raises a usage error where a rule does not fit the ranks or the links.
   void set_tuning(Tuning tuning, const Transport& transport);
-  /// Of an allreduce of so many bytes: what is forced, or what a rule of the tuning says, or else the
-  /// quickest by the table of algorithms. Of what is rounded between hosts bits may not depend on the size,
-  /// so rules do not count there. The same on all ranks.
-  const AllreduceAlgorithm& algorithm(const Transport& transport, std::size_t bytes, Order order,
-                                      bool rounded);
-  /// The table of algorithms of an allreduce of float32, with the one that is used as the chosen one.
-  std::vector<AlgorithmRow> rows(const Transport& transport, std::size_t bytes, Order order);
+  /// Of a collective of so many bytes (an allgather: the longest piece): what is forced (allreduces only), or
+  /// what a rule of the tuning says, or else the quickest by the table of algorithms. Of what is rounded
+  /// between hosts bits may not depend on the size, so rules do not count there. The same on all ranks.
+  CrossingAlgorithm algorithm(const Transport& transport, Collective collective, std::size_t bytes,
+                              Order order, bool rounded = false);
+  /// The table of algorithms of a collective of float32, with the one that is used as the chosen one.
+  std::vector<AlgorithmRow> rows(const Transport& transport, Collective collective, std::size_t bytes,
+                                 Order order);
   /// The costs that explain what was measured among these ranks (fit_costs.h).
   static JobCosts fit(std::span<const AllreduceProbe> probes, const Transport& transport);
   /// This rank's schedule. The same requests give schedules that match on all ranks. Least recently used ones
   /// are dropped.
   std::shared_ptr<const RankSchedule> schedule(const Transport& transport, Request request);
+  /// In which order blocks lie in a plan.
+  std::vector<int> block_order(const Transport& transport);
   /// Memory of at least so many bytes, kept between calls; replaced only where it has to grow.
   const std::shared_ptr<std::vector<std::byte>>& workspace(std::size_t bytes);
 
  private:
   using Kept = std::pair<Request, std::shared_ptr<const RankSchedule>>;
 
-  AllreduceTable table(const Transport& transport) const;
+  AlgorithmTable table(const Transport& transport) const;
   Mode mode_for(const Request& request) const;
   Plan plan(const Request& request) const;
   void require_rules_that_fit(const Tuning& tuning, const Transport& transport) const;
-  void require_fit_and_links(const AllreduceAlgorithm& algorithm, const Transport& transport) const;
+  void require_fit_and_links(const CrossingAlgorithm& algorithm, Collective collective,
+                             const Transport& transport) const;
 
   Cluster cluster_;  // empty: not yet found
-  std::optional<AllreduceAlgorithm> forced_;
+  std::optional<CrossingAlgorithm> forced_;
   Tuning tuning_;
-  std::optional<AllreduceTable> table_;
-  std::map<std::tuple<std::size_t, Order, bool>, AllreduceAlgorithm> quickest_;  // by class of sizes
-  std::list<Kept> recent_;                                                       // most recently used first
+  std::optional<AlgorithmTable> table_;
+  // By class of sizes.
+  std::map<std::tuple<Collective, std::size_t, Order, bool>, CrossingAlgorithm> quickest_;
+  std::list<Kept> recent_;  // most recently used first
   std::map<Request, std::list<Kept>::iterator> index_;
   std::shared_ptr<std::vector<std::byte>> workspace_;
 };

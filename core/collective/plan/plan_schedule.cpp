@@ -70,14 +70,11 @@ class Scheduler {
   void find_share() {
     const int host = plan_.cluster().host_of_rank()[static_cast<std::size_t>(rank_)];
     const std::vector<int>& local_ranks = plan_.cluster().hosts[static_cast<std::size_t>(host)].ranks;
-    const Group group{local_ranks, {0, plan_.count()}, -1, 0};
-    const bool shared = reducing_phase(*plan_.mode().front().algorithm) == Phase::kReduceScatter;
-    for (std::size_t local_rank = 0; local_rank < local_ranks.size(); ++local_rank) {
-      const Range share = shared ? plan_.share(group, local_rank) : local_rank == 0 ? group.range : Range{};
-      schedule_.host_shares.push_back(share);
-      if (local_ranks[local_rank] == rank_) schedule_.share = share;
-    }
-    if (schedule_.share.empty()) return;
+    schedule_.host_shares = plan_.host_shares(plan_.cluster().hosts[static_cast<std::size_t>(host)]);
+    const auto local_rank = std::ranges::find(local_ranks, rank_) - local_ranks.begin();
+    schedule_.share = schedule_.host_shares[static_cast<std::size_t>(local_rank)];
+    if (plan_.blocks()) schedule_.block = plan_.blocks()->of(rank_);
+    if (schedule_.share.empty() || plan_.collective() == Collective::kAllgather) return;
     for (const Subtree node : nodes_of(local_ranks)) {
       const Sum sum{node, allocate(schedule_.share.size() * bytes_of(node))};
       schedule_.host_sums.push_back(sum);
@@ -95,15 +92,15 @@ class Scheduler {
       if (!step.holdings.empty())
         for (std::size_t member = 0; member < group.ranks.size(); ++member)
           summed.push_back({step.holdings[group.first_holding + member].ranks, {}});
-      const Step alone{step.phase, step.dimension, step.algorithm, {group}, step.holdings};
       for (int hop = 0; hop < hops; ++hop)
-        add_hop(alone, hop, summed, schedule_.steps[first + static_cast<std::size_t>(hop)]);
+        add_hop(step, group, hop, summed, schedule_.steps[first + static_cast<std::size_t>(hop)]);
     }
   }
 
   /// `summed`: what each member of the group has summed, by position; afterwards, what it has then.
-  void add_hop(const Step& step, int hop, std::vector<Summed>& summed, RankSchedule::Step& out) {
-    const std::vector<int>& ranks = step.groups[0].ranks;
+  void add_hop(const Step& step, const Group& group, int hop, std::vector<Summed>& summed,
+               RankSchedule::Step& out) {
+    const std::vector<int>& ranks = group.ranks;
     const auto position = [&](int rank) {
       return static_cast<std::size_t>(std::ranges::find(ranks, rank) - ranks.begin());
     };
@@ -115,7 +112,7 @@ class Scheduler {
     std::vector<Arrival> arrivals;                    // count after the hop
     std::map<std::size_t, RankSchedule::Join> joins;  // by the range's begin
     std::vector<Range> handed_over;
-    for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) {
+    for_each_transfer(plan_, step, group, hop, [&](const Transfer& transfer) {
       const bool result = transfer.kind == TransferKind::kResult;
       if (transfer.from == rank_) {
         out.sends.push_back(result ? result_message(transfer.to, transfer.range)

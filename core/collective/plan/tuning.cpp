@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
+#include <tuple>
 #include <utility>
 
 #include "base/error.h"
@@ -18,10 +20,16 @@ std::string_view strip(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(kBlanks) - begin + 1);
 }
 
+/// The first word of a text, and what follows it.
+std::pair<std::string_view, std::string_view> split_off(std::string_view text) {
+  const std::size_t blank = std::min(text.find_first_of(kBlanks), text.size());
+  return {text.substr(0, blank), strip(text.substr(blank))};
+}
+
 Tuning::Rule parse_rule(std::string_view interval, std::string_view algorithm) {
   const std::size_t dash = interval.find('-');
   if (dash == std::string_view::npos || algorithm.empty())
-    throw_usage("neither costs nor a rule, such as 0-16K rounds");
+    throw_usage("neither costs nor a rule, such as 0-16K rounds or allgather 1M- 4px2r");
   Tuning::Rule rule;
   rule.min_bytes = parse_bytes(interval.substr(0, dash));
   rule.max_bytes = dash + 1 == interval.size() ? std::numeric_limits<std::size_t>::max()
@@ -43,16 +51,17 @@ Tuning Tuning::parse(std::string_view text) {
     ++number;
     line = strip(line.substr(0, line.find('#')));
     if (line.empty()) continue;
-    const std::size_t blank = std::min(line.find_first_of(kBlanks), line.size());
-    const std::string_view first = line.substr(0, blank);
-    const std::string_view rest = strip(line.substr(blank));
+    auto [first, rest] = split_off(line);
     try {
       if (first == kCostsLine) {
         if (tuning.costs_) throw_usage("the costs are there already");
         tuning.costs_ = parse_costs(rest);
       } else {
+        const std::optional<Collective> collective = find_collective(first);
+        if (collective) std::tie(first, rest) = split_off(rest);
         tuning.rules_.push_back(parse_rule(first, rest));
         tuning.rules_.back().line = number;
+        tuning.rules_.back().collective = collective.value_or(Collective::kAllreduce);
       }
     } catch (const Error& error) {
       throw_usage("line " + std::to_string(number) + " of the tuning, '" + std::string(line) +
@@ -62,9 +71,10 @@ Tuning Tuning::parse(std::string_view text) {
   return tuning;
 }
 
-const AllreduceAlgorithm* Tuning::rule(std::size_t bytes) const {
-  const auto found = std::ranges::find_if(
-      rules_, [&](const Rule& rule) { return rule.min_bytes <= bytes && bytes <= rule.max_bytes; });
+const CrossingAlgorithm* Tuning::rule(Collective collective, std::size_t bytes) const {
+  const auto found = std::ranges::find_if(rules_, [&](const Rule& rule) {
+    return rule.collective == collective && rule.min_bytes <= bytes && bytes <= rule.max_bytes;
+  });
   return found == rules_.end() ? nullptr : &found->algorithm;
 }
 

@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "base/export.h"
-#include "collective/plan/allreduce_algorithm.h"
+#include "collective/plan/crossing_algorithm.h"
 #include "collective/plan/job_costs.h"
+#include "topology/plan.h"
 
 namespace multiring {
 
@@ -17,10 +18,12 @@ namespace multiring {
 ///     costs latency=3e-05 bytes_per_second=1.1e+09 ...
 ///     0-16K rounds
 ///     1M- 4px2d/256K
+///     allgather 64K- 4px2r
 ///
 /// The costs are those that `multiring tune` has measured; what is missing keeps its default. Other lines are
-/// rules for users who know better than the cost model: allreduces of at least and at most so many bytes, on
-/// a rank, use this algorithm (parse_algorithm). The first rule that matches wins.
+/// rules for users who know better than the cost model: allreduces, or the collectives that are named, of at
+/// least and at most so many bytes on a rank use this algorithm (parse_algorithm). The first rule that
+/// matches wins.
 class MULTIRING_API Tuning {
  public:
   /// Nothing is known.
@@ -31,12 +34,13 @@ class MULTIRING_API Tuning {
   struct Rule {
     std::size_t min_bytes = 0;
     std::size_t max_bytes = 0;
-    AllreduceAlgorithm algorithm;
+    CrossingAlgorithm algorithm;
     std::size_t line = 0;
+    Collective collective = Collective::kAllreduce;
   };
   const std::vector<Rule>& rules() const { return rules_; }
-  /// For an allreduce of so many bytes; null: none matches.
-  const AllreduceAlgorithm* rule(std::size_t bytes) const;
+  /// For a collective of so many bytes; null: none matches.
+  const CrossingAlgorithm* rule(Collective collective, std::size_t bytes) const;
   /// None: not measured.
   const std::optional<JobCosts>& costs() const { return costs_; }
   /// The line of the costs alone, which hold for other groups of ranks as well; empty: none.

@@ -4,19 +4,24 @@
 
 namespace multiring {
 
-StagedCopy::StagedCopy(Exchange& exchange, const OperationCall& call, std::span<const Outgoing> outgoing)
+StagedCopy::StagedCopy(Exchange& exchange, const OperationCall& call, std::span<const Outgoing> outgoing,
+                       std::size_t longest)
     : exchange_(exchange),
       call_(call),
       outgoing_(outgoing),
-      section_bytes_(exchange.transport().staging_bytes() / outgoing.size() / 64 * 64) {
-  if (section_bytes_ == 0)
+      sections_(exchange.transport().staging_bytes(), outgoing.size(), longest) {
+  if (sections_.most() == 0)
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is too small for " +
                                        std::to_string(outgoing.size()) +
                                        " ranks: at least 64 bytes a rank are needed");
 }
 
-void StagedCopy::run(std::span<const Incoming> incoming, std::size_t longest) {
-  for_each_segment(longest, [&](std::size_t segment) {
+void StagedCopy::set_longest(std::size_t longest) {
+  sections_ = {exchange_.transport().staging_bytes(), outgoing_.size(), longest};
+}
+
+void StagedCopy::run(std::span<const Incoming> incoming) {
+  for_each_segment([&](std::size_t segment) {
     // Start with the next rank: the readers of a section do not all queue for the same memory.
     for (int step = 1; step <= exchange_.size(); ++step) {
       const int source = (exchange_.rank() + step) % exchange_.size();
@@ -34,15 +39,16 @@ void StagedCopy::stage(std::size_t segment) {
   for (std::size_t section = 0; section < outgoing_.size(); ++section) {
     const Range range = range_of(outgoing_[section].bytes, segment);
     if (range.empty()) continue;
-    copy_bytes(staging + section * section_bytes_, outgoing_[section].data + range.begin, range.size());
-    exchange_.staged(section * section_bytes_ + range.size());
+    const std::size_t begin = sections_.begin(section, segment);
+    copy_bytes(staging + begin, outgoing_[section].data + range.begin, range.size());
+    exchange_.staged(begin + range.size());
   }
 }
 
 const std::byte* StagedCopy::staged_by(int source, std::size_t segment) const {
   const std::size_t section = outgoing_.size() == 1 ? 0 : static_cast<std::size_t>(exchange_.rank());
-  return source == exchange_.rank() ? outgoing_[section].data + segment * section_bytes_
-                                    : exchange_.staging(source) + section * section_bytes_;
+  return source == exchange_.rank() ? outgoing_[section].data + segment * sections_.most()
+                                    : exchange_.staging(source) + sections_.begin(section, segment);
 }
 
 }  // namespace multiring

@@ -133,7 +133,7 @@ def _compare(comm: Communicator, measured: Sequence[Measured]) -> list[str]:
     for nbytes in sorted({one.nbytes for one in measured}):
         here = {one.algorithm: one.seconds for one in measured if one.nbytes == nbytes}
         least = min(here.values())
-        for row in comm._core.allreduce_rows(nbytes, "canonical"):
+        for row in comm._core.algorithm_rows("allreduce", nbytes, "canonical"):
             if row.name not in here and not row.is_chosen:
                 continue
             seconds = here.get(row.name)

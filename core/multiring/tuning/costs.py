@@ -35,6 +35,7 @@ _SECONDS = 0.5
 _MAX_BARRIER_SECONDS = 0.002
 _BARRIERS = 5
 _LOGGED_SIZES = [1024 * 4**power for power in range(9)]
+_CHOOSING = {"allreduce": "an allreduce", "reduce_scatter": "a reduce-scatter", "allgather": "an allgather"}
 
 
 def learn_costs(comm: Communicator, settings: Settings) -> None:
@@ -80,22 +81,25 @@ def _costs_line(comm: Communicator, measured: Sequence[Measured], barrier: float
 
 
 def _log_choices(comm: Communicator) -> None:
-    """Logs which algorithms allreduces use, by size: at level debug with all that the table has."""
+    """Logs which algorithms collectives use, by size: at level debug with all that the table has."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    chosen: list[tuple[int, str]] = []
-    for nbytes in _LOGGED_SIZES:
-        rows = comm._core.allreduce_rows(nbytes, "")
-        _log.debug(
-            "an allreduce of %s is predicted to take %s",
-            size_text(nbytes),
-            ", ".join(f"{seconds_text(row.seconds)} by {row.name}" for row in rows if not row.excluded),
-        )
-        name = next((row.name for row in rows if row.is_chosen), "a rule")
-        if chosen and chosen[-1][1] == name:
-            chosen.pop()
-        chosen.append((nbytes, name))
-    _log.info("allreduces use %s", ", ".join(f"{name} up to {size_text(nbytes)}" for nbytes, name in chosen))
+    for collective, one in _CHOOSING.items():
+        chosen: list[tuple[int, str]] = []
+        for nbytes in _LOGGED_SIZES:
+            rows = comm._core.algorithm_rows(collective, nbytes, "")
+            _log.debug(
+                "%s of %s is predicted to take %s",
+                one,
+                size_text(nbytes),
+                ", ".join(f"{seconds_text(row.seconds)} by {row.name}" for row in rows if not row.excluded),
+            )
+            name = next((row.name for row in rows if row.is_chosen), "a rule")
+            if chosen and chosen[-1][1] == name:
+                chosen.pop()
+            chosen.append((nbytes, name))
+        uses = ", ".join(f"{name} up to {size_text(nbytes)}" for nbytes, name in chosen)
+        _log.info("%ss use %s", one.split()[1], uses)
 
 
 def _barrier_seconds(comm: Communicator) -> float:

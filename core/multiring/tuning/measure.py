@@ -49,7 +49,7 @@ class Measured(NamedTuple):
 def algorithms_of(comm: Communicator, *, few: bool = False) -> list[str]:
     """The algorithms that run among these ranks in the canonical order; `few`: those that differ most."""
     # Which there are does not depend on the size.
-    modes = [row.name for row in comm._core.allreduce_rows(1024, "canonical") if row.is_compared]
+    modes = [row.name for row in comm._core.algorithm_rows("allreduce", 1024, "canonical") if row.is_compared]
     if few:
         # The first one within hosts with each of those across them: in several dimensions where there are
         # many hosts, for each of which a rank would need a connection otherwise.

@@ -16,6 +16,7 @@
 #include "collective/plan/plan_schedule.h"
 #include "support/errors.h"
 #include "support/operations.h"
+#include "topology/chunks.h"
 
 namespace multiring {
 namespace {
@@ -39,7 +40,9 @@ struct ModeCase {
 
 void PrintTo(const ModeCase& each, std::ostream* out) {
   *out << transport_name(each.transport) << "_" << each.size << "_ranks_" << each.hosts << "_hosts_"
-       << (*each.mode == '\0' ? "automatic" : each.mode);
+       << (*each.mode == '\0'    ? "automatic"
+           : each.mode[0] == 'a' ? "allreduce"
+                                 : each.mode);
 }
 
 /// `values` as elements of `dtype`; integers wrap.
@@ -186,6 +189,76 @@ const ModeCase kModes[] = {{3, 3, "1x3r"},
                            {5, 5, "", TransportKind::kClusterLine}};
 
 INSTANTIATE_TEST_SUITE_P(Modes, AnyOrder, ::testing::ValuesIn(kModes), kPrinted);
+
+/// This rank's block of a sum.
+Bytes scattered(Communicator& communicator, const ReduceProblem& problem, Order order = Order::kDefault) {
+  const Bytes data = problem.input(communicator.rank());
+  Request request{.kind = OpKind::kReduceScatter,
+                  .dtype = problem.dtype,
+                  .rows = problem.count,
+                  .input = data.data(),
+                  .reduction = problem.reduction};
+  Operation operation = make_operation(request);
+  operation.descriptor.key.order = order;
+  return result_of(perform(communicator, std::move(operation)));
+}
+
+Bytes block_of(const ReduceProblem& problem, const Communicator& communicator) {
+  const Range block = block_range(problem.count, static_cast<std::size_t>(communicator.size()),
+                                  static_cast<std::size_t>(communicator.rank()));
+  const auto* const begin = problem.expected.data();
+  return {begin + block.begin * dtype_size(problem.dtype), begin + block.end * dtype_size(problem.dtype)};
+}
+
+class ReduceScatterInAnyOrder : public ::testing::TestWithParam<ModeCase> {
+ protected:
+  GroupOptions options() const {
+    GroupOptions options = GetParam().options();
+    options.communicator.mode = "";
+    if (*GetParam().mode != '\0')
+      options.communicator.tuning = std::string("reduce_scatter 0- ") + GetParam().mode;
+    return options;
+  }
+};
+
+TEST_P(ReduceScatterInAnyOrder, ExactSumsOfEveryDtypeAndReduction) {
+  std::vector<ReduceProblem> problems;
+  for (const DType dtype : kAllDTypes)
+    for (const ReduceOp op : kAllReduceOps)
+      if (dtype != DType::kBool || op != ReduceOp::kAverage)
+        problems.push_back(exact_problem(dtype, {op}, 1025, GetParam().size));
+  for (const std::size_t count : {0, 1, 37, 20001})
+    problems.push_back(exact_problem(DType::kBFloat16, {ReduceOp::kSum, 0.5, 0.25}, count, GetParam().size));
+  RankGroup(options()).run([&](Communicator& communicator) {
+    for (const ReduceProblem& problem : problems)
+      EXPECT_TRUE(scattered(communicator, problem) == block_of(problem, communicator))
+          << problem.text() << " on rank " << communicator.rank();
+  });
+}
+
+TEST_P(ReduceScatterInAnyOrder, TheSameBitsInEveryRunAndTheCanonicalOnesForWhoAsksForThem) {
+  const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, GetParam().size);
+  RankGroup group(options());
+  std::vector<Bytes> found(static_cast<std::size_t>(GetParam().size));
+  group.run([&](Communicator& communicator) {
+    found[static_cast<std::size_t>(communicator.rank())] = scattered(communicator, problem);
+  });
+  group.run([&](Communicator& communicator) {
+    const Bytes again = scattered(communicator, problem);
+    EXPECT_TRUE(again == found[static_cast<std::size_t>(communicator.rank())]);
+    EXPECT_TRUE(scattered(communicator, problem, Order::kCanonical) == block_of(problem, communicator));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, ReduceScatterInAnyOrder,
+                         ::testing::Values(ModeCase{3, 3, "1x3r"}, ModeCase{7, 7, "1x7r"},
+                                           ModeCase{4, 2, "2x2r"}, ModeCase{7, 3, "3x3r"},
+                                           ModeCase{7, 3, "3x3p"}, ModeCase{4, 4, "allreduce:1x4r"},
+                                           ModeCase{6, 3, ""},
+                                           ModeCase{8, 4, "2x4r", TransportKind::kClusterRing},
+                                           ModeCase{7, 5, "", TransportKind::kClusterRing},
+                                           ModeCase{5, 5, "1x5c", TransportKind::kClusterLine}),
+                         kPrinted);
 
 // Chunk c of the first half of the elements starts at the rank after its owner, and each rank on its way adds
 // its own; the second half goes round the other way.

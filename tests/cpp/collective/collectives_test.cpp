@@ -213,6 +213,106 @@ TEST_P(CollectivesTest, ReduceScatter) {
   });
 }
 
+/// Hosts, what is between them, and the algorithms by which reduce_scatter and allgather cross there.
+struct Crossing {
+  std::vector<int> layout;
+  const char* reduce_scatter;
+  const char* allgather;
+  TransportKind transport = TransportKind::kCluster;
+
+  GroupOptions options() const {
+    GroupOptions options(transport, std::accumulate(layout.begin(), layout.end(), 0), 4096);
+    options.layout = layout;
+    options.communicator.tuning =
+        std::string("reduce_scatter 0- ") + reduce_scatter + "\nallgather 0- " + allgather;
+    return options;
+  }
+};
+
+const Crossing kCrossings[] = {
+    {{1, 1}, "1x2p", "1x2r"},
+    {{2, 2}, "2x2c", "2x2p"},
+    {{3, 1, 2}, "3x3p", "3x3r"},
+    {{1, 3, 2}, "3x3c", "3x3p"},
+    {{4, 3, 2, 1}, "4x4p", "4x4r"},
+    {{1, 1, 1, 1, 1, 1, 1}, "1x7p", "1x7r"},
+    {{1, 1, 1, 1, 1, 1, 1}, "allreduce:1x7t", "rounds"},
+    {{1, 2, 2}, "2x3p/64", "2x3r/64", TransportKind::kClusterMpi},
+    {{1, 1, 1, 1, 1}, "1x5c", "1x5r", TransportKind::kClusterRing},
+    {{2, 1, 2, 2}, "2x4c", "2x4c", TransportKind::kClusterRing},
+    {{3, 1, 2, 1}, "3x4c", "3x4c", TransportKind::kClusterLine},
+};
+
+// In the canonical order, whatever the algorithm.
+TEST(EveryCrossing, ReducesAndScatters) {
+  for (const Crossing& crossing : kCrossings) {
+    SCOPED_TRACE(crossing.options().communicator.tuning);
+    RankGroup(crossing.options()).run([](Communicator& communicator) {
+      const auto size = static_cast<std::size_t>(communicator.size());
+      const auto rank = static_cast<std::size_t>(communicator.rank());
+      for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8})
+        for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage})
+          for (const std::uint64_t count : {0, 1, 37, 20001}) {
+            const Bytes input = input_of(dtype, count, rank);
+            Request request{
+                .kind = OpKind::kReduceScatter, .dtype = dtype, .rows = count, .input = input.data()};
+            request.reduction.op = op;
+            const Bytes expected = reduced_block(dtype, op, count, block_range(count, size, rank), size);
+            for (const CallMode mode : kCallModes)
+              EXPECT_TRUE(result_of(perform(communicator, request, mode)) == expected)
+                  << dtype_name(dtype) << "[" << count << "] on rank " << rank;
+          }
+    });
+  }
+}
+
+TEST(EveryCrossing, Gathers) {
+  for (const Crossing& crossing : kCrossings) {
+    SCOPED_TRACE(crossing.options().communicator.tuning);
+    RankGroup(crossing.options()).run([](Communicator& communicator) {
+      const auto size = static_cast<std::size_t>(communicator.size());
+      for (const Rows& rows : {Rows{0, 0}, Rows{1, 0}, Rows{0, 1}, Rows{7, 37}, Rows{0, 9001}}) {
+        const auto piece = [&](std::size_t rank) { return input_of(DType::kInt32, rows.of(rank), rank); };
+        Bytes expected;
+        for (std::size_t rank = 0; rank < size; ++rank) append(expected, piece(rank));
+        const auto rank = static_cast<std::size_t>(communicator.rank());
+        const Bytes input = piece(rank);
+        const Request request{
+            .kind = OpKind::kAllgather, .dtype = DType::kInt32, .rows = rows.of(rank), .input = input.data()};
+        for (const CallMode mode : kCallModes)
+          EXPECT_TRUE(result_of(perform(communicator, request, mode)) == expected)
+              << rows.base << " + " << rows.step << " x rank, on rank " << rank;
+      }
+    });
+  }
+}
+
+// Some pieces alone would be worth a plan, and the longest would not: what those ranks have not staged comes
+// in another round.
+TEST(Allgather, OfPiecesThatWouldGoInDifferentWays) {
+  GroupOptions options(TransportKind::kCluster, 3, 4096);
+  options.hosts = 3;
+  options.communicator.tuning = "allgather 0-1000 rounds\nallgather 0-2000 1x3p\nallgather 0- rounds";
+  RankGroup group(options);
+  const auto gathered = [](Communicator& communicator, const std::vector<std::uint64_t>& rows) {
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    const Bytes input = input_of(DType::kUInt8, rows[rank], rank);
+    Bytes expected;
+    for (std::size_t each = 0; each < rows.size(); ++each)
+      append(expected, input_of(DType::kUInt8, rows[each], each));
+    EXPECT_EQ(
+        result_of(perform(
+            communicator,
+            {.kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = rows[rank], .input = input.data()})),
+        expected);
+  };
+  group.run([&](Communicator& communicator) {
+    gathered(communicator, {10, 1500, 9000});
+    gathered(communicator, {10, 1500, 0});
+    gathered(communicator, {9000, 9000, 9000});
+  });
+}
+
 // Of 2 + 3 ranks those of the smaller host show two pieces at once, in memory that is no larger than 2 MiB.
 TEST(Allgather, OfPiecesLargerThanMuchStagingMemory) {
   constexpr std::uint64_t kRows = 5 << 20;

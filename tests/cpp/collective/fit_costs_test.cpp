@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "collective/plan/allreduce_table.h"
+#include "collective/plan/algorithm_table.h"
 #include "support/errors.h"
 
 namespace multiring {
@@ -24,12 +24,12 @@ Cluster hosts_of(const std::vector<int>& ranks) { return make_cluster(ranks, {{1
 /// What the algorithms would take at these costs, but for an error of up to `noise`.
 std::vector<AllreduceProbe> measured_at(const Cluster& cluster, const JobCosts& costs,
                                         const std::vector<std::string>& algorithms, double noise = 0.0) {
-  const AllreduceTable table(cluster, {}, kStaging);
+  const AlgorithmTable table(cluster, {}, kStaging);
   std::vector<AllreduceProbe> probes;
   double error = noise;
   for (const std::size_t bytes : kSizes) {
     for (const std::string& name : algorithms) {
-      const AllreduceAlgorithm algorithm = parse_algorithm(name);
+      const CrossingAlgorithm algorithm = parse_algorithm(name);
       const double seconds = table.seconds(table.load_of(algorithm, bytes), costs) * (1.0 + error);
       probes.push_back({algorithm, bytes, seconds});
       error = -error;
@@ -39,7 +39,7 @@ std::vector<AllreduceProbe> measured_at(const Cluster& cluster, const JobCosts& 
 }
 
 double predicted(const Cluster& cluster, const JobCosts& costs, const std::string& name, std::size_t bytes) {
-  const AllreduceTable table(cluster, {}, kStaging);
+  const AlgorithmTable table(cluster, {}, kStaging);
   return table.seconds(table.load_of(parse_algorithm(name), bytes), costs);
 }
 
@@ -93,7 +93,7 @@ TEST(FitCosts, IsNotMisledByALittleNoise) {
         measured_at(cluster, job.costs, {"rounds", "2px4p", "2px4d", "2px4t"}, 0.1);
     const JobCosts fitted = fit_costs(cluster, noisy, kStaging);
     for (const AllreduceProbe& probe : noisy) {
-      const AllreduceTable table(cluster, {}, kStaging);
+      const AlgorithmTable table(cluster, {}, kStaging);
       const double seconds = table.seconds(table.load_of(probe.algorithm, probe.bytes), fitted);
       EXPECT_NEAR(seconds / probe.seconds, 1.0, 0.25) << job.name;
     }
@@ -110,7 +110,7 @@ TEST(FitCosts, KeepsWhatIsAssumedOfWhatOneProbeDoesNotTell) {
 
 TEST(FitCosts, RefusesWhatWasNotMeasured) {
   const Cluster cluster = hosts_of({1, 1});
-  const AllreduceAlgorithm rounds = parse_algorithm("rounds");
+  const CrossingAlgorithm rounds = parse_algorithm("rounds");
   expect_usage([&] { fit_costs(cluster, {}, kStaging); }, "at least one");
   expect_usage([&] { fit_costs(cluster, std::vector<AllreduceProbe>{{rounds, 4, 0.0}}, kStaging); },
                "no time");

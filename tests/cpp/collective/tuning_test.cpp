@@ -44,18 +44,21 @@ TEST(Tuning, TheFirstRuleThatMatchesWins) {
       "\n"
       "16-1K\t2tx4d\r\n"
       "8K- 2px4p/64K\n"
-      "0-4095 2px4t");
-  ASSERT_EQ(tuning.rules().size(), 4u);
-  EXPECT_TRUE(tuning.rule(0)->staged);
-  EXPECT_TRUE(tuning.rule(16)->staged);
-  EXPECT_EQ(format_mode(tuning.rule(17)->mode), "2tx4d");
-  EXPECT_EQ(tuning.rule(1024)->segment, 0u);
-  EXPECT_EQ(format_mode(tuning.rule(1025)->mode), "2px4t");
-  EXPECT_EQ(tuning.rule(4096), nullptr);
-  EXPECT_EQ(tuning.rule(std::size_t{1} << 40)->segment, 65536u);
-  EXPECT_EQ(tuning.rules().back().line, 6u);
+      "0-4095 2px4t\n"
+      "reduce_scatter 0- allreduce:2px2d");
+  ASSERT_EQ(tuning.rules().size(), 5u);
+  EXPECT_TRUE(tuning.rule(Collective::kReduceScatter, 0)->whole);
+  EXPECT_EQ(tuning.rule(Collective::kAllgather, 0), nullptr);
+  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 0)->staged);
+  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 16)->staged);
+  EXPECT_EQ(format_mode(tuning.rule(Collective::kAllreduce, 17)->mode), "2tx4d");
+  EXPECT_EQ(tuning.rule(Collective::kAllreduce, 1024)->segment, 0u);
+  EXPECT_EQ(format_mode(tuning.rule(Collective::kAllreduce, 1025)->mode), "2px4t");
+  EXPECT_EQ(tuning.rule(Collective::kAllreduce, 4096), nullptr);
+  EXPECT_EQ(tuning.rule(Collective::kAllreduce, std::size_t{1} << 40)->segment, 65536u);
+  EXPECT_EQ(tuning.rules().back().line, 7u);
   EXPECT_FALSE(tuning.costs());
-  EXPECT_EQ(Tuning().rule(1), nullptr);
+  EXPECT_EQ(Tuning().rule(Collective::kAllreduce, 1), nullptr);
 }
 
 TEST(Tuning, CostsAreReadToTheSameBits) {
@@ -111,7 +114,7 @@ TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
     PlanCache plans;
     plans.set_tuning(Tuning::parse("0-16 rounds\n17-99 2x2d"), *transport);
     const auto algorithm = [&](std::size_t bytes, bool rounded = false) {
-      return plans.algorithm(*transport, bytes, Order::kCanonical, rounded);
+      return plans.algorithm(*transport, Collective::kAllreduce, bytes, Order::kCanonical, rounded);
     };
     EXPECT_TRUE(algorithm(1).staged);
     EXPECT_EQ(format_mode(algorithm(17).mode), "2x2d");
@@ -124,6 +127,11 @@ TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
       };
       expect_usage(set, "line 2 of the tuning: mode " + std::string(wrong));
     }
+    for (const auto& [rule, told] : {std::pair{"allgather 0- 2x2d", "is for allreduces"},
+                                     {"reduce_scatter 0- 2tx2", "is for allreduces"},
+                                     {"0- allreduce:2px2d", "is for reduce_scatter only"},
+                                     {"allgather 0- allreduce:2px2d", "is for reduce_scatter only"}})
+      expect_usage([&] { plans.set_tuning(Tuning::parse(rule), *transport); }, told);
     plans.force(parse_algorithm("2x2t"), *transport);
     for (const bool rounded : {false, true}) EXPECT_EQ(format_mode(algorithm(1, rounded).mode), "2x2t");
     plans.force(parse_algorithm("rounds"), *transport);
@@ -154,7 +162,8 @@ TEST(Tuning, TheTableShowsWhatIsUsed) {
   group.run([&](Communicator& communicator) {
     const auto used = [&](std::size_t bytes) {
       std::string names;
-      for (const AlgorithmRow& row : communicator.allreduce_rows(bytes, Order::kDefault))
+      for (const AlgorithmRow& row :
+           communicator.algorithm_rows(Collective::kAllreduce, bytes, Order::kDefault))
         if (row.is_chosen) names += row.name;
       return names;
     };

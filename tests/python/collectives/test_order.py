@@ -1,4 +1,4 @@
-"""Allreduces that may add in any order, in every form of the call, on ranks that take themselves to be on
+"""Reductions that may add in any order, in every form of the call, on ranks that take themselves to be on
 several hosts. What rings add up: tests/cpp/collective/any_order_test.cpp."""
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tests.python.collectives.oracle import random_bits
 @on_ranks((4, 2))
 def test_every_form_has_the_same_bits(comm: Communicator) -> list[bytes]:
     usual = comm._core.tuning
-    comm._core.set_tuning(only("2px2p"))  # mirrored exchanges, which may be quicker, keep the canonical order
+    # Mirrored exchanges, which may be quicker, keep the canonical order.
+    comm._core.set_tuning(only("2px2p") + "\nreduce_scatter 0- 2px2p")
     try:
         return bits_of_every_form(comm)
     finally:
@@ -45,6 +46,16 @@ def bits_of_every_form(comm: Communicator) -> list[bytes]:
         assert count == 1 or results[0].tobytes() != canonical.tobytes()
         np.testing.assert_allclose(results[0], canonical, rtol=1e-5, atol=1e-5)
         found.append(results[0].tobytes())
+    blocks = [
+        comm.reduce_scatter(mine, order="any"),
+        comm.reduce_scatter_async(mine, order="any").wait(),
+        queue.reduce_scatter_async(mine, name="blocks", order="any").wait(),
+    ]
+    assert len({each.tobytes() for each in blocks}) == 1
+    usual = comm.reduce_scatter(mine, order="canonical")
+    assert usual.tobytes() == canonical[5000 * comm.rank : 5000 * (comm.rank + 1)].tobytes()
+    assert blocks[0].tobytes() != usual.tobytes()
+    np.testing.assert_allclose(blocks[0], usual, rtol=1e-5, atol=1e-5)
     return found
 
 
@@ -62,13 +73,12 @@ def test_gradients(comm: Communicator) -> bytes:
 @on_ranks(1, 3)
 def test_usage(comm: Communicator) -> None:
     x = np.ones(3)
-    for call in (comm.allreduce, comm.allreduce_async):
+    for call in (comm.allreduce, comm.allreduce_async, comm.reduce_scatter, comm.reduce_scatter_async):
         with pytest.raises(UsageError, match=r"order is 'random'; accepted: canonical, any and None"):
             call(x, order="random")
+    for call in (comm.allreduce, comm.allreduce_async):
         with pytest.raises(TypeError, match=r"unexpected keyword argument 'ordr'\. Did you mean 'order'\?"):
             call(x, ordr="any")
-    with pytest.raises(UsageError, match="only an allreduce can add in any order"):
-        comm.named_queue().reduce_scatter_async(x, name="x", order="any")
     with pytest.raises(UsageError, match="order is 'random'"):
         GradientBuckets({"a": x}, comm, order="random")  # type: ignore[arg-type]
 

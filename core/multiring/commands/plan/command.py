@@ -115,7 +115,13 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         type=units.size,
         default=100 << 20,
         metavar="B",
-        help="bytes to reduce: 4096, 64K, 100M (factors of 1024) [100M]",
+        help="bytes of the array: 4096, 64K, 100M (factors of 1024) [100M]",
+    )
+    plan.add_argument(
+        "--collective",
+        choices=("allreduce", "reduce_scatter", "allgather"),
+        default="allreduce",
+        help="what runs; of an allgather --bytes are those of each rank [allreduce]",
     )
     plan.add_argument("--dtype", choices=_DTYPES, default="float32", help="type of the elements [float32]")
     plan.add_argument(
@@ -172,6 +178,7 @@ def predict(args: argparse.Namespace) -> Prediction:
     request.mode = args.mode
     request.segment = -(-args.segment // itemsize)
     request.order = args.order
+    request.collective = args.collective
     plan = native.choose_plan(cluster, request, model)
     across = plan.mode.count("x")
     if len(args.links) > across:
@@ -188,7 +195,7 @@ def predict(args: argparse.Namespace) -> Prediction:
         seconds=native.predict_plan(plan, model),
         limit=native.plan_limit(plan, model),
         step_seconds=native.predict_steps(plan, model),
-        algorithms=native.allreduce_table(cluster, request, model) if args.explain else (),
+        algorithms=native.algorithm_table(cluster, request, model) if args.explain else (),
     )
 
 

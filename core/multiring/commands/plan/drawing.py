@@ -73,14 +73,15 @@ def _meeting(host: int, sizes: Sequence[int]) -> int:
 
 def _legend(across: Sequence[native.Step], sizes: Sequence[int]) -> list[str]:
     lines = []
+    phases = {step.phase for step in across}
     for step in across:
-        if step.phase in ("all-gather", "broadcast"):
+        if step.phase in ("all-gather", "broadcast") and len(phases) > 1:
             continue
         joint = _JOINTS[min(step.dimension - 1, len(_JOINTS) - 1)]
         count = len({tuple(group.ranks) for group in step.groups})
         times = f", {count} at once" if count > 1 else ""
         back = {"reduce-scatter": ", and all-gather back", "reduce": ", and broadcast back"}.get(
-            step.phase, ""
+            step.phase if len(phases) > 1 else "", ""
         )
         lines.append(
             f"{joint}  {step.phase} by {step.algorithm} among {sizes[step.dimension - 1]} hosts{times}{back}"

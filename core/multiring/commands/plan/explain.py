@@ -1,11 +1,11 @@
-"""The table of what may run an allreduce across hosts, with what each row sends and is predicted to take."""
+"""The table of what may run a collective across hosts, with what each row sends and is predicted to take."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from multiring import _core as native
-from multiring.commands.plan.report import Prediction, cluster_line, elements_text, table
+from multiring.commands.plan.report import Prediction, cluster_line, table, what_runs
 from multiring.units import seconds_text, size_text
 
 __all__ = ["rows_as_json", "rows_as_text"]
@@ -15,6 +15,9 @@ def rows_as_text(prediction: Prediction) -> str:
     """The cluster, and a line for each algorithm, the quickest first; what does not run there comes last,
     with the reason.
     """
+    # An allgather adds nothing.
+    plan = prediction.plan
+    order = "" if plan.collective == "allgather" else f", in {plan.order} order"
     lines = [["mode", "hops", "by a rank", "predicted", ""]]
     for row in _ordered(prediction):
         if row.excluded:
@@ -24,7 +27,7 @@ def rows_as_text(prediction: Prediction) -> str:
         lines.append([row.name, *costs, "chosen" if row.is_chosen else ""])
     head = [
         cluster_line(prediction),
-        f"allreduce of {elements_text(prediction)}, in {prediction.plan.order} order",
+        what_runs(prediction) + order,
     ]
     return "\n".join([*head, "", *table(lines, left=(0, 4))])
 

@@ -9,7 +9,7 @@ from typing import Any
 from multiring import _core as native
 from multiring.units import rate_text, seconds_text, size_text
 
-__all__ = ["Prediction", "as_json", "as_text", "cluster_line", "elements_text", "table"]
+__all__ = ["Prediction", "as_json", "as_text", "cluster_line", "table", "what_runs"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Prediction:
         seconds: Predicted time.
         limit: Time that bytes over bandwidth allow at best, in seconds.
         step_seconds: Predicted time of each step if chunks go whole.
-        algorithms: All ways to run the allreduce, if they are asked for.
+        algorithms: All ways to run the collective, if they are asked for.
     """
 
     cluster: native.Cluster
@@ -54,9 +54,10 @@ def as_text(prediction: Prediction) -> str:
     plan = prediction.plan
     lines = [
         cluster_line(prediction),
-        f"allreduce of {elements_text(prediction)}, mode {plan.mode}",
-        f"order      {order_text(prediction)}",
+        f"{what_runs(prediction)}, mode {plan.mode}",
     ]
+    if plan.collective != "allgather":  # which adds nothing
+        lines.append(f"order      {order_text(prediction)}")
     if plan.segments > 1:
         segment = size_text(plan.segment * plan.element_bytes)
         lines.append(
@@ -153,9 +154,11 @@ def _step_json(prediction: Prediction, index: int) -> dict[str, Any]:
     }
 
 
-def elements_text(prediction: Prediction) -> str:
-    """What is reduced."""
-    return f"{size_text(prediction.nbytes)} ({prediction.plan.count:,} x {prediction.dtype})"
+def what_runs(prediction: Prediction) -> str:
+    """The collective, and on how many elements."""
+    elements = f"{size_text(prediction.nbytes)} ({prediction.plan.count:,} x {prediction.dtype})"
+    collective = prediction.plan.collective
+    return f"{collective} of {elements}" if collective != "allgather" else f"allgather that gives {elements}"
 
 
 def cluster_line(prediction: Prediction) -> str:

@@ -1,7 +1,8 @@
-#include "collective/plan/allreduce_algorithm.h"
+#include "collective/plan/crossing_algorithm.h"
 
 #include <algorithm>
 #include <charconv>
+#include <numeric>
 
 #include "base/cache.h"
 #include "base/error.h"
@@ -14,6 +15,8 @@ namespace {
 // flight most of the time.
 constexpr std::size_t kMinSegment = 128 * 1024;
 constexpr std::size_t kSegments = 4;
+constexpr std::string_view kRounds = "rounds";
+constexpr std::string_view kWhole = "allreduce:";
 constexpr std::size_t kMaxBytes = std::size_t{1} << 62;
 
 }  // namespace
@@ -32,13 +35,16 @@ std::size_t parse_bytes(std::string_view text) {
   return bytes;
 }
 
-AllreduceAlgorithm parse_algorithm(std::string_view text) {
+CrossingAlgorithm parse_algorithm(std::string_view text) {
   const std::size_t slash = std::min(text.find('/'), text.size());
-  AllreduceAlgorithm algorithm;
-  algorithm.staged = text.substr(0, slash) == "rounds";
+  std::string_view name = text.substr(0, slash);
+  CrossingAlgorithm algorithm;
+  algorithm.staged = name == kRounds;
+  algorithm.whole = name.starts_with(kWhole);
+  if (algorithm.whole) name.remove_prefix(kWhole.size());
   if (!algorithm.staged) {
     try {
-      algorithm.mode = parse_mode(text.substr(0, slash));
+      algorithm.mode = parse_mode(name);
     } catch (const Error& error) {
       throw_usage(std::string(error.what()) + "; the other algorithm is rounds");
     }
@@ -48,6 +54,31 @@ AllreduceAlgorithm parse_algorithm(std::string_view text) {
   algorithm.segment = parse_bytes(text.substr(slash + 1));
   if (algorithm.segment == 0) throw_usage("'" + std::string(text) + "' has a segment of no bytes");
   return algorithm;
+}
+
+std::string algorithm_name(const CrossingAlgorithm& algorithm) {
+  if (algorithm.staged) return std::string(kRounds);
+  return (algorithm.whole ? std::string(kWhole) : "") + format_mode(algorithm.mode);
+}
+
+std::vector<Range> block_segments(std::span<const std::size_t> blocks, std::size_t staging_bytes,
+                                  std::size_t wanted) {
+  const std::size_t most = staging_bytes / 2;
+  const std::size_t segment = plan_segment_bytes(
+      std::accumulate(blocks.begin(), blocks.end(), std::size_t{0}), staging_bytes, wanted);
+  const std::size_t longest = *std::ranges::max_element(blocks);
+  std::vector<Range> found;
+  for (std::size_t begin = 0; begin < longest;) {
+    const auto longer = static_cast<std::size_t>(
+        std::ranges::count_if(blocks, [&](std::size_t each) { return each > begin; }));
+    std::size_t part = round_up((segment + longer - 1) / longer, kCacheLine);
+    if (part * longer > most) part = most / longer / kCacheLine * kCacheLine;
+    if (part == 0)
+      throw_usage("MULTIRING_STAGING_BYTES is too small for blocks of " + std::to_string(longer) + " ranks");
+    found.push_back({begin, std::min(begin + part, longest)});
+    begin = found.back().end;
+  }
+  return found;
 }
 
 std::size_t plan_segment_bytes(std::size_t bytes, std::size_t staging_bytes, std::size_t wanted) {

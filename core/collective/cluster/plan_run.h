@@ -18,7 +18,7 @@
 
 namespace multiring {
 
-/// Allreduce by a plan: within hosts over their memory, between them by messages.
+/// Runs a plan: within hosts over their memory, between them by messages.
 ///
 /// The elements pass in segments, several in flight at once. In iteration t every rank
 ///
@@ -28,16 +28,27 @@ namespace multiring {
 ///      that has no more messages to wait for,
 ///   3. adds its share of segment t and posts its first messages; copies those results out.
 ///
-/// All ranks keep this order, so messages between two of them match by order alone.
+/// All ranks keep this order, so messages between two of them match by order alone. A reduce-scatter shares
+/// no results within hosts, and an allgather stages and adds nothing.
 ///
 /// With a half-precision comm_dtype the workspace and the results that a host shares are of that type; staged
 /// contributions stay float32.
-class ClusterAllreduce : Immovable {
+class PlanRun : Immovable {
  public:
-  /// `operations`: one, or several of the same reduction; the same on all ranks, at least one element.
-  ClusterAllreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
-                   const PieceList& pieces, Hierarchy& hierarchy);
-  ~ClusterAllreduce();
+  /// Bytes of the pieces that pass through the plan at once.
+  struct Segment {
+    Range range;
+    std::shared_ptr<const RankSchedule> schedule;
+  };
+
+  /// `operation`: that, or of several of the same reduction the first. `segments`: one after the other, all
+  /// of `pieces`; the same on all ranks, at least one.
+  PlanRun(Exchange& exchange, const OperationCall& call, const Operation& operation, const PieceList& pieces,
+          Collective collective, std::vector<Segment> segments);
+  ~PlanRun();
+
+  /// The dtype of elements on their way.
+  static DType carried_dtype(const Operation& operation);
 
   void run();
 
@@ -53,7 +64,6 @@ class ClusterAllreduce : Immovable {
   static constexpr std::size_t kPipelineDepth = 2;
 
   void connect();
-  Range segment(std::size_t index) const { return segment_range(bytes_, segment_bytes_, index); }
   InFlightSegment& in_flight(std::size_t index) { return in_flight_[index % in_flight_.size()]; }
   void advance(std::size_t iteration);
   void exchange_within_host(std::size_t iteration);
@@ -61,6 +71,16 @@ class ClusterAllreduce : Immovable {
   void publish(std::size_t index);
   void start(std::size_t index);
   void write_results(std::size_t index);
+  /// Where the results of an element of this rank's share are.
+  std::byte* result_at(const InFlightSegment& current, std::size_t element) const {
+    const RankSchedule& schedule = *current.schedule;
+    return current.memory + schedule.result + (element - schedule.share.begin) * carried_element_;
+  }
+  /// Where elements of a segment are among the bytes of the pieces.
+  Range bytes_of(std::size_t index, Range elements) const {
+    const std::size_t begin = segments_[index].range.begin;
+    return {begin + elements.begin * element_, begin + elements.end * element_};
+  }
   void contribute(std::size_t index, std::byte* to);
   void post(InFlightSegment& current, std::size_t step);
   void await(InFlightSegment& current);
@@ -77,19 +97,17 @@ class ClusterAllreduce : Immovable {
   Hierarchy& hierarchy_;
   const std::span<const int> local_ranks_;  // ranks of this host
   int local_rank_ = 0;                      // this rank's index among them
+  const Collective collective_;
   const Order order_;
   PartialSums sums_;
   std::optional<RoundedSums> rounded_;  // used instead of sums_ with a half-precision comm_dtype
   const DType carried_;                 // dtype of elements in the workspace
   const std::size_t element_;           // bytes of one in the arrays
   const std::size_t carried_element_;
-  const std::size_t bytes_;
+  const std::vector<Segment> segments_;
   WaitOptions waiting_;
-  std::size_t segment_bytes_ = 0;
-  std::size_t segments_ = 0;
+  std::size_t segment_bytes_ = 0;  // of the largest
   std::size_t steps_ = 0;
-  std::shared_ptr<const RankSchedule> full_;  // of all segments but the last
-  std::shared_ptr<const RankSchedule> last_;
   std::shared_ptr<std::vector<std::byte>> workspace_;
   std::vector<InFlightSegment> in_flight_;
   // Positions in the pieces.
@@ -99,5 +117,15 @@ class ClusterAllreduce : Immovable {
   std::vector<const std::byte*> inputs_;
   std::vector<std::span<const std::byte>> spans_;
 };
+
+/// Allreduce of at least one element. `operations`: one, or several of the same reduction; the same on all
+/// ranks.
+void allreduce_by_plan(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
+                       const PieceList& pieces, const CrossingAlgorithm& algorithm);
+
+/// Reduce-scatter or allgather of at least one byte. `blocks`: of each rank, how long its block is, and what
+/// this rank has and wants of it. `operation`: of which dtype and reduction.
+void run_blocks(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                Collective collective, std::span<const Piece> blocks, const CrossingAlgorithm& algorithm);
 
 }  // namespace multiring

@@ -6,16 +6,18 @@
 #include <vector>
 
 #include "base/export.h"
-#include "collective/plan/allreduce_algorithm.h"
+#include "collective/plan/crossing_algorithm.h"
 #include "collective/plan/job_costs.h"
 #include "collective/plan/round_load.h"
 #include "topology/cost_model.h"
 
 namespace multiring {
 
-/// An algorithm of an allreduce across hosts: a row of `multiring plan --explain`.
+/// An algorithm of a collective across hosts: a row of `multiring plan --explain`.
 struct AlgorithmRow {
-  std::string name;            ///< "rounds" (mirrored exchanges, no plan), or the mode of a plan
+  /// "rounds" (mirrored exchanges, no plan), the mode of a plan, or "allreduce:" and a mode: the plan of an
+  /// allreduce, of whose result each rank of a reduce-scatter keeps its block.
+  std::string name;
   std::string excluded;        ///< why it does not run here; empty: it does
   std::size_t hops = 0;        ///< messages between hosts, each of which waits for the one before
   std::size_t rank_bytes = 0;  ///< the most that a rank sends to other hosts, without headers
@@ -24,24 +26,26 @@ struct AlgorithmRow {
   bool is_chosen = false;      ///< the simplest of those within 2 % of the lowest time: what a job runs
 };
 
-/// The algorithms of allreduces among several hosts, each with its costs: what predicts, and what chooses.
-class MULTIRING_API AllreduceTable {
+/// The algorithms of collectives among several hosts, each with its costs: what predicts, and what chooses.
+class MULTIRING_API AlgorithmTable {
  public:
   /// `staging_bytes`: what a rank publishes in a round at most. Raises a usage error for a single host, a
   /// cluster that is not valid, or no staging memory.
-  AllreduceTable(Cluster cluster, CostModel model, std::size_t staging_bytes);
+  AlgorithmTable(Cluster cluster, CostModel model, std::size_t staging_bytes);
 
-  /// What runs the allreduce of `options`, which a `mode` restricts. Of values that are rounded between hosts
-  /// the mode of the plan decides on bits, so it is always the automatic one. Raises what Plan does.
-  AllreduceAlgorithm quickest(const PlanOptions& options) const;
+  /// What runs the collective of `options`, which a `mode` restricts. Of values that are rounded between
+  /// hosts the mode of the plan decides on bits, so it is always the automatic one. Raises what Plan does.
+  CrossingAlgorithm quickest(const PlanOptions& options) const;
 
-  /// What an algorithm does with an array of float32, whatever it costs.
+  /// What an algorithm does, whatever it costs.
   struct Load {
-    std::size_t bytes = 0;
     std::optional<PlanLoad> plan;  ///< none: rounds
-    std::size_t segments = 1;      ///< of the plan
+    std::size_t segments = 1;      ///< of the plan; or how many rounds
+    std::size_t round_bytes = 0;   ///< that a rank publishes in each round but the last
+    std::size_t last_round_bytes = 0;
   };
-  Load load_of(const AllreduceAlgorithm& algorithm, std::size_t bytes) const;
+  /// Of an allreduce of float32.
+  Load load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const;
   /// Predicted, at other costs than those of the table.
   double seconds(const Load& load, const JobCosts& costs) const;
 
@@ -50,13 +54,18 @@ class MULTIRING_API AllreduceTable {
 
  private:
   struct Entry {
-    AllreduceAlgorithm algorithm;
+    CrossingAlgorithm algorithm;
     PlanOptions options;  ///< of the plan
     double seconds = 0.0;
   };
 
   std::vector<Entry> entries(const PlanOptions& options) const;
+  std::vector<Entry> plans(const PlanOptions& options) const;
+  Entry rounds(const PlanOptions& options) const;
+  std::optional<Entry> whole(const PlanOptions& options) const;
+  Load round_load(const PlanOptions& options) const;
   Load load_of(const Plan& plan, std::size_t bytes, std::size_t segment) const;
+  double least_plan_seconds() const;
   double seconds(const Load& load, const Cluster& cluster, const CostModel& model) const;
   AlgorithmRow row_of(const Entry& entry) const;
   AlgorithmRow other_row(const PlanOptions& options) const;

@@ -1,6 +1,6 @@
 // The table of algorithms against what ranks send when they run them.
 
-#include "collective/plan/allreduce_table.h"
+#include "collective/plan/algorithm_table.h"
 
 #include <algorithm>
 #include <string>
@@ -8,6 +8,7 @@
 
 #include "support/errors.h"
 #include "support/operations.h"
+#include "topology/chunks.h"
 
 namespace multiring {
 namespace {
@@ -34,51 +35,66 @@ void PrintTo(const Layout& layout, std::ostream* out) {
   *out << host_links_name(layout.cluster().links) << "_" << order_name(layout.order);
 }
 
-std::vector<AlgorithmRow> table_of(const Layout& layout, std::size_t count) {
-  PlanOptions options;
-  options.count = count;
+std::vector<AlgorithmRow> table_of(const Layout& layout, std::size_t count,
+                                   Collective collective = Collective::kAllreduce) {
+  PlanOptions options = collective_options(collective, count, layout.cluster().size());
   options.order = layout.order;
-  return AllreduceTable(layout.cluster(), {}, 1 << 20).rows(options);
+  return AlgorithmTable(layout.cluster(), {}, 1 << 20).rows(options);
 }
 
-class AllreduceTable : public ::testing::TestWithParam<Layout> {};
+class AlgorithmTable : public ::testing::TestWithParam<Layout> {};
 
-TEST_P(AllreduceTable, CountsWhatTheBusiestRankSends) {
+/// Runs a collective of `count` elements by the algorithm of a row; what the busiest rank sends.
+std::size_t sent_by(RankGroup& group, const AlgorithmRow& row, Collective collective, std::size_t count) {
+  const std::string name = collective_name(collective);
+  const auto size = static_cast<std::size_t>(group.size());
+  std::vector<std::size_t> bytes(size);
+  group.run([&](Communicator& communicator) {
+    communicator.set_tuning(name + " 0- " + row.name);
+    const SentCounters& counters = group.sent(communicator.rank());
+    const SentCounter& counter = row.name == "rounds" ? counters.rounds : counters.plans;
+    std::vector<float> data(count, 1.0F);
+    std::vector<float> result(count * size);
+    Request request{.rows = count, .input = data.data(), .output = result.data()};
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    if (collective == Collective::kReduceScatter) request.kind = OpKind::kReduceScatter;
+    if (collective == Collective::kAllgather) request.kind = OpKind::kAllgather;
+    request.output_bytes = sizeof(float) * (request.kind == OpKind::kReduceScatter
+                                                ? block_range(count, size, rank).size()
+                                                : count * (request.kind == OpKind::kAllgather ? size : 1));
+    const std::size_t before = counter.read().bytes;
+    perform(communicator, request);
+    bytes[rank] = counter.read().bytes - before;
+  });
+  return *std::ranges::max_element(bytes);
+}
+
+TEST_P(AlgorithmTable, CountsWhatTheBusiestRankSends) {
   const Layout& layout = GetParam();
-  const Cluster cluster = layout.cluster();
-  GroupOptions options(layout.transport, cluster.size(), 1 << 20);
+  GroupOptions options(layout.transport, layout.cluster().size(), 1 << 20);
   options.layout = layout.ranks;
   options.communicator.order = layout.order;
   RankGroup group(options);
   // Rounds carry headers as well, as many for any count.
-  const auto sent = [&](const AlgorithmRow& row, std::size_t count) {
-    std::vector<std::size_t> bytes(static_cast<std::size_t>(cluster.size()));
-    group.run([&](Communicator& communicator) {
-      communicator.set_tuning("0- " + row.name);
-      const SentCounters& counters = group.sent(communicator.rank());
-      const SentCounter& counter = row.name == "rounds" ? counters.rounds : counters.plans;
-      std::vector<float> data(count, 1.0F);
-      const std::size_t before = counter.read().bytes;
-      run(communicator, allreduce_of(DType::kFloat32, count, data.data(), data.data(), "x"));
-      bytes[static_cast<std::size_t>(communicator.rank())] = counter.read().bytes - before;
-    });
-    return *std::ranges::max_element(bytes);
-  };
   constexpr std::size_t kFew = 1001;
-  constexpr std::size_t kMany = 20001;
-  const std::vector<AlgorithmRow> few = table_of(layout, kFew);
-  const std::vector<AlgorithmRow> many = table_of(layout, kMany);
-  ASSERT_EQ(few.size(), many.size());
-  for (std::size_t index = 0; index < few.size(); ++index) {
-    if (!few[index].excluded.empty()) continue;
-    EXPECT_EQ(sent(many[index], kMany) - sent(few[index], kFew),
-              many[index].rank_bytes - few[index].rank_bytes)
-        << few[index].name;
+  for (const Collective collective :
+       {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather}) {
+    // One segment: in each of several the halves that go round a ring may differ by a cache line.
+    const std::size_t large = collective == Collective::kAllgather ? 3001 : 20001;
+    const std::vector<AlgorithmRow> few = table_of(layout, kFew, collective);
+    const std::vector<AlgorithmRow> many = table_of(layout, large, collective);
+    ASSERT_EQ(few.size(), many.size());
+    for (std::size_t index = 0; index < few.size(); ++index) {
+      if (!few[index].excluded.empty()) continue;
+      EXPECT_EQ(sent_by(group, many[index], collective, large) - sent_by(group, few[index], collective, kFew),
+                many[index].rank_bytes - few[index].rank_bytes)
+          << collective_name(collective) << " by " << few[index].name;
+    }
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Layouts, AllreduceTable,
+    Layouts, AlgorithmTable,
     ::testing::Values(Layout{{1, 1, 1}}, Layout{{2, 2, 2}}, Layout{{2, 2, 2}, Order::kAny},
                       Layout{{2, 2, 2, 2}}, Layout{{4, 4}}, Layout{{3, 1, 2}},
                       Layout{{1, 1, 1, 1, 1, 1, 1, 1, 1}},
@@ -93,7 +109,7 @@ const AlgorithmRow& row_of(const std::vector<AlgorithmRow>& rows, const std::str
   return *found;
 }
 
-TEST(AllreduceTableRows, HopsAreMessagesThatWaitForEachOther) {
+TEST(AlgorithmTableRows, HopsAreMessagesThatWaitForEachOther) {
   const std::vector<AlgorithmRow> rows = table_of({std::vector<int>(8, 2)}, 1000);
   // One more than those of the plan: the exchange of headers.
   EXPECT_EQ(row_of(rows, "rounds").hops, 1);
@@ -104,7 +120,7 @@ TEST(AllreduceTableRows, HopsAreMessagesThatWaitForEachOther) {
   EXPECT_EQ(row_of(table_of({std::vector<int>(64, 1)}, 1000), "rounds").hops, 3);
 }
 
-TEST(AllreduceTableRows, SayWhyAnAlgorithmDoesNotRun) {
+TEST(AlgorithmTableRows, SayWhyAnAlgorithmDoesNotRun) {
   const std::string order = "adds in the order of the ring (--order any)";
   EXPECT_EQ(row_of(table_of({{1, 1, 1, 1}}, 1000), "1px4r").excluded, order);
   EXPECT_EQ(row_of(table_of({{1, 1, 1, 1}, Order::kAny}, 1000), "1px4r").excluded, "");
@@ -115,7 +131,7 @@ TEST(AllreduceTableRows, SayWhyAnAlgorithmDoesNotRun) {
   expect_usage([] { table_of({{4}}, 1000); }, "several hosts");
 }
 
-TEST(AllreduceTableRows, TheChosenOneIsWhatAJobRuns) {
+TEST(AlgorithmTableRows, TheChosenOneIsWhatAJobRuns) {
   const auto expect_run = [](const Layout& layout, std::size_t count, const std::string& name,
                              const std::string& tuning = "") {
     GroupOptions options(layout.transport, layout.cluster().size(), 1 << 20);
@@ -126,7 +142,8 @@ TEST(AllreduceTableRows, TheChosenOneIsWhatAJobRuns) {
     std::vector<std::size_t> planned(static_cast<std::size_t>(layout.cluster().size()));
     std::size_t expected = 0;
     group.run([&](Communicator& communicator) {
-      const std::vector<AlgorithmRow> rows = communicator.allreduce_rows(count * sizeof(float), layout.order);
+      const std::vector<AlgorithmRow> rows =
+          communicator.algorithm_rows(Collective::kAllreduce, count * sizeof(float), layout.order);
       EXPECT_EQ(std::ranges::count_if(rows, &AlgorithmRow::is_chosen), 1);
       const AlgorithmRow& row = *std::ranges::find_if(rows, &AlgorithmRow::is_chosen);
       EXPECT_EQ(row.name, name);
@@ -147,26 +164,26 @@ TEST(AllreduceTableRows, TheChosenOneIsWhatAJobRuns) {
   expect_run({{1, 1, 1, 1}}, 1 << 14, "1px4d", "costs message_seconds=1");
 }
 
-TEST(AllreduceTableRows, WithoutATuningAJobHasTheCostsOfTheModel) {
+TEST(AlgorithmTableRows, WithoutATuningAJobHasTheCostsOfTheModel) {
   PlanOptions options;
   options.count = 10'000;
   const std::vector<AlgorithmRow> described = table_of({{2, 2}}, options.count);
   RankGroup group(GroupOptions{TransportKind::kCluster, 4, 1 << 20});
   group.run([&](Communicator& communicator) {
     const std::vector<AlgorithmRow> rows =
-        communicator.allreduce_rows(options.count * sizeof(float), Order::kCanonical);
+        communicator.algorithm_rows(Collective::kAllreduce, options.count * sizeof(float), Order::kCanonical);
     EXPECT_EQ(row_of(rows, "rounds").seconds, row_of(described, "rounds").seconds);
   });
 }
 
-TEST(AllreduceTableRows, NoElementsNeedTheSameLinks) {
+TEST(AlgorithmTableRows, NoElementsNeedTheSameLinks) {
   const std::vector<AlgorithmRow> rows =
       table_of({{1, 1, 1, 1, 1}, Order::kCanonical, TransportKind::kClusterRing}, 0);
   EXPECT_EQ(row_of(rows, "1px5p").excluded, "host 0 has no link to host 2");
   EXPECT_TRUE(row_of(rows, "1px5c").excluded.empty());
 }
 
-TEST(AllreduceTableRows, RoundsOfManySegmentsAddUp) {
+TEST(AlgorithmTableRows, RoundsOfManySegmentsAddUp) {
   const AlgorithmRow one = row_of(table_of({{1, 1, 1}}, 1 << 18), "rounds");
   const AlgorithmRow many = row_of(table_of({{1, 1, 1}}, 16 << 18), "rounds");
   EXPECT_EQ(many.hops, 16 * one.hops);

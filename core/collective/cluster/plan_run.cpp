@@ -1,0 +1,311 @@
+#include "collective/cluster/plan_run.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "base/arithmetic/kernels/copy.h"
+#include "base/cache.h"
+
+namespace multiring {
+namespace {
+
+/// In any order sums of many hosts are rounded on the way: those of an average are divided before, so that
+/// they stay in the range of float16.
+Reduction rounded_reduction(const Operation& operation, int ranks) {
+  Reduction reduction = operation.reduction();
+  if (operation.descriptor.key.order != Order::kAny || reduction.op != ReduceOp::kAverage) return reduction;
+  reduction.op = ReduceOp::kSum;
+  reduction.prescale /= ranks;
+  return reduction;
+}
+
+}  // namespace
+
+DType PlanRun::carried_dtype(const Operation& operation) {
+  const CommDtype comm_dtype = operation.descriptor.key.comm_dtype;
+  return is_rounded(comm_dtype) ? rounded_dtype(comm_dtype) : operation.dtype();
+}
+
+PlanRun::PlanRun(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                 const PieceList& pieces, Collective collective, std::vector<Segment> segments)
+    : exchange_(exchange),
+      call_(call),
+      pieces_(pieces),
+      hierarchy_(*exchange.transport().hierarchy()),
+      local_ranks_(hierarchy_.host_ranks()),
+      local_rank_(static_cast<int>(std::ranges::find(local_ranks_, exchange.rank()) - local_ranks_.begin())),
+      collective_(collective),
+      order_(operation.descriptor.key.order),
+      sums_(operation.dtype(), operation.reduction(), exchange.size(), order_),
+      carried_(carried_dtype(operation)),
+      element_(operation.element_size()),
+      carried_element_(dtype_size(carried_)),
+      segments_(std::move(segments)),
+      waiting_(call.waiting) {
+  waiting_.brief = true;  // all are in the operation
+  if (is_rounded(operation.descriptor.key.comm_dtype))
+    rounded_.emplace(carried_, rounded_reduction(operation, exchange.size()), exchange.size(), order_);
+  steps_ = segments_.front().schedule->steps.size();
+  std::size_t slot_bytes = 0;
+  for (const Segment& segment : segments_) {
+    segment_bytes_ = std::max(segment_bytes_, segment.range.size());
+    slot_bytes = std::max(slot_bytes, segment.schedule->bytes);
+  }
+  in_flight_.resize(std::min(segments_.size(), steps_ * kPipelineDepth + 1));
+  workspace_ = exchange.plans().workspace(slot_bytes * in_flight_.size());
+  for (std::size_t index = 0; index < in_flight_.size(); ++index)
+    in_flight_[index].memory = workspace_->data() + index * slot_bytes;
+}
+
+// Messages still posted here belong to a failed operation: the network keeps their memory.
+PlanRun::~PlanRun() {
+  const bool failed =
+      std::ranges::any_of(in_flight_, [](const InFlightSegment& each) { return !each.tickets.empty(); });
+  if (failed) hierarchy_.keep(workspace_);
+  for (const InFlightSegment& each : in_flight_)
+    if (!each.tickets.empty()) hierarchy_.give_up(each.tickets);
+}
+
+void PlanRun::connect() {
+  std::set<int> peers;
+  std::set<const RankSchedule*> schedules;
+  for (const Segment& segment : segments_) schedules.insert(segment.schedule.get());
+  for (const RankSchedule* schedule : schedules)
+    for (const RankSchedule::Step& step : schedule->steps)
+      for (const auto* messages : {&step.sends, &step.receives})
+        for (const RankSchedule::Message& message : *messages) peers.insert(message.peer);
+  const std::vector<int> all(peers.begin(), peers.end());
+  check(hierarchy_.connect(all, waiting_), nullptr);
+}
+
+void PlanRun::run() {
+  connect();
+  const std::size_t iterations = segments_.size() + steps_ * kPipelineDepth;
+  for (std::size_t iteration = 0; iteration < iterations; ++iteration) {
+    advance(iteration);
+    exchange_within_host(iteration);
+  }
+}
+
+void PlanRun::advance(std::size_t iteration) {
+  // The oldest first: its peers' messages were posted before.
+  for (std::size_t step = steps_; step-- > 0;) {
+    const std::size_t age = (step + 1) * kPipelineDepth;
+    if (iteration < age || iteration - age >= segments_.size()) continue;
+    InFlightSegment& current = in_flight(iteration - age);
+    await(current);
+    for (const RankSchedule::Join& join : current.schedule->steps[step].joins) add(current, join);
+    if (step + 1 < steps_) post(current, step + 1);
+  }
+}
+
+void PlanRun::exchange_within_host(std::size_t iteration) {
+  const std::size_t age = steps_ * kPipelineDepth;
+  const bool starts = iteration < segments_.size();
+  const bool ends = iteration >= age;
+  const bool stages = starts && collective_ != Collective::kAllgather;
+  const bool publishes = ends && collective_ != Collective::kReduceScatter;
+  if (local_ranks_.size() > 1 && (stages || publishes)) {
+    if (stages) stage(iteration);
+    if (publishes) publish(iteration - age);
+    check(hierarchy_.synchronise(waiting_), nullptr);
+  }
+  // The segment that ends makes room for the one that starts.
+  if (ends) write_results(iteration - age);
+  if (starts) start(iteration);
+}
+
+void PlanRun::stage(std::size_t index) {
+  pieces_.read(read_cursor_, segments_[index].range, hierarchy_.staging(local_rank_));
+}
+
+void PlanRun::publish(std::size_t index) {
+  const InFlightSegment& finished = in_flight(index);
+  const RankSchedule& schedule = *finished.schedule;
+  if (schedule.share.empty()) return;
+  copy_bytes(hierarchy_.staging(local_rank_) + segment_bytes_, finished.memory + schedule.result,
+             schedule.share.size() * carried_element_);
+}
+
+/// Adds this rank's share of what its host has staged, or takes this rank's own block, and sends it on.
+void PlanRun::start(std::size_t index) {
+  InFlightSegment& current = in_flight(index);
+  current.schedule = segments_[index].schedule.get();
+  const RankSchedule& schedule = *current.schedule;
+  if (collective_ == Collective::kAllgather) {
+    pieces_.read(read_cursor_, bytes_of(index, schedule.block), result_at(current, schedule.block.begin));
+    return post(current, 0);
+  }
+  if (local_ranks_.size() == 1) {
+    contribute(index, current.memory + schedule.host_sums[0].offset);
+    return post(current, 0);
+  }
+  for (const RankSchedule::Sum& sum : schedule.host_sums) {
+    parts_.clear();
+    inputs_.clear();
+    for (std::size_t local_rank = 0; local_rank < local_ranks_.size(); ++local_rank) {
+      const Subtree alone{local_ranks_[local_rank], local_ranks_[local_rank] + 1};
+      if (!is_part(alone, sum.node)) continue;
+      const std::byte* const staged = hierarchy_.staged(static_cast<int>(local_rank));
+      inputs_.push_back(staged + schedule.share.begin * element_);
+      parts_.push_back({alone, inputs_.back()});
+    }
+    std::byte* const to = current.memory + sum.offset;
+    if (rounded_)
+      rounded_->contribute(inputs_, to, schedule.share.size());
+    else
+      sums_.join(parts_, sum.node, to, schedule.share.size());
+  }
+  post(current, 0);
+}
+
+/// A segment of a rank that is alone on its host.
+void PlanRun::contribute(std::size_t index, std::byte* to) {
+  if (!rounded_) return pieces_.read(read_cursor_, segments_[index].range, to);
+  pieces_.for_each_share(
+      read_cursor_, segments_[index].range,
+      [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
+        const std::byte* const inputs[] = {piece.input + offset};
+        rounded_->contribute(inputs, to + range_offset / element_ * carried_element_, bytes / element_);
+      });
+}
+
+/// Writes the results of a segment to where they belong.
+void PlanRun::write_results(std::size_t index) {
+  const InFlightSegment& finished = in_flight(index);
+  const RankSchedule& schedule = *finished.schedule;
+  if (collective_ == Collective::kReduceScatter)
+    return pieces_.write(write_cursor_, bytes_of(index, schedule.block),
+                         result_at(finished, schedule.block.begin));
+  for (std::size_t local_rank = 0; local_rank < local_ranks_.size(); ++local_rank) {
+    const Range share = schedule.host_shares[local_rank];
+    const std::byte* const results = static_cast<int>(local_rank) == local_rank_
+                                         ? finished.memory + schedule.result
+                                         : hierarchy_.staged(static_cast<int>(local_rank)) + segment_bytes_;
+    const Range range = bytes_of(index, share);
+    if (!rounded_) {
+      pieces_.write(write_cursor_, range, results);
+      continue;
+    }
+    pieces_.for_each_share(
+        write_cursor_, range,
+        [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
+          rounded_->restore(results + range_offset / element_ * carried_element_, piece.output + offset,
+                            bytes / element_);
+        });
+  }
+}
+
+void PlanRun::post(InFlightSegment& current, std::size_t step) {
+  const RankSchedule::Step& messages = current.schedule->steps[step];
+  current.tickets.clear();
+  current.peers.clear();
+  for (const RankSchedule::Message& message : messages.receives) {
+    const auto [offset, size] = message.parts[0];
+    current.tickets.push_back(hierarchy_.post_receive(message.peer, {current.memory + offset, size}));
+    current.peers.push_back(message.peer);
+  }
+  for (const RankSchedule::Message& message : messages.sends) {
+    spans_.clear();
+    for (const auto [offset, size] : message.parts) spans_.push_back({current.memory + offset, size});
+    current.tickets.push_back(hierarchy_.post_send(message.peer, spans_));
+    current.peers.push_back(message.peer);
+  }
+}
+
+void PlanRun::await(InFlightSegment& current) {
+  if (current.tickets.empty()) return;
+  check(hierarchy_.wait(current.tickets, waiting_), &current);
+  current.tickets.clear();
+}
+
+void PlanRun::add(const InFlightSegment& current, const RankSchedule::Join& join) {
+  for (const RankSchedule::Sum& output : join.outputs) {
+    parts_.clear();
+    for (const RankSchedule::Sum& input : join.inputs)
+      if (is_part(input.node, output.node)) parts_.push_back({input.node, current.memory + input.offset});
+    std::byte* const to = current.memory + output.offset;
+    if (rounded_)
+      rounded_->join(parts_, output.node, to, join.range.size());
+    else
+      sums_.join(parts_, output.node, to, join.range.size());
+  }
+}
+
+void PlanRun::check(const WaitResult& result, const InFlightSegment* current) const {
+  if (result.ok()) return;
+  int late = result.peer;
+  if (current != nullptr && result.outcome == WaitResult::Outcome::kTimeout)
+    for (std::size_t index = current->tickets.size(); index-- > 0;)
+      if (!hierarchy_.done(current->tickets[index])) late = current->peers[index];
+  exchange_.throw_in_progress(call_, result, late);
+}
+
+void allreduce_by_plan(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
+                       const PieceList& pieces, const CrossingAlgorithm& algorithm) {
+  const Operation& first = *operations[0];
+  Transport& transport = exchange.transport();
+  const bool rounded = is_rounded(first.descriptor.key.comm_dtype);
+  const std::size_t bytes = pieces.bytes();
+  const std::size_t full =
+      plan_segment_bytes(bytes, transport.hierarchy()->staging_bytes(), algorithm.segment);
+  std::vector<PlanRun::Segment> segments;
+  for (std::size_t index = 0; index < segment_count(bytes, full); ++index) {
+    const Range range = segment_range(bytes, full, index);
+    if (index > 0 && range.size() == full) {
+      segments.push_back({range, segments.front().schedule});
+      continue;
+    }
+    segments.push_back(
+        {range, exchange.plans().schedule(transport, {.count = range.size() / first.element_size(),
+                                                      .dtype = PlanRun::carried_dtype(first),
+                                                      .rounded = rounded,
+                                                      .order = first.descriptor.key.order,
+                                                      .mode = algorithm.mode})});
+  }
+  PlanRun(exchange, call, first, pieces, Collective::kAllreduce, std::move(segments)).run();
+}
+
+void run_blocks(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                Collective collective, std::span<const Piece> blocks, const CrossingAlgorithm& algorithm) {
+  Transport& transport = exchange.transport();
+  Operation whole;
+  whole.descriptor = operation.descriptor;
+  whole.is_widened = operation.is_widened;
+  if (collective == Collective::kAllgather) {  // of bytes: nothing is added
+    whole.descriptor.dtype = DType::kUInt8;
+    whole.descriptor.key.order = Order::kAny;
+  }
+  const std::size_t element = whole.element_size();
+  std::vector<std::size_t> sizes;
+  for (const Piece& block : blocks) sizes.push_back(block.bytes);
+  std::vector<PlanRun::Segment> segments;
+  const std::vector<int> order = exchange.plans().block_order(transport);
+  PlanCache::Request request{.dtype = whole.dtype(),
+                             .order = whole.descriptor.key.order,
+                             .mode = algorithm.mode,
+                             .collective = collective,
+                             .blocks = std::vector<std::size_t>(sizes.size())};
+  std::size_t begin = 0;
+  for (const Range part : block_segments(sizes, transport.hierarchy()->staging_bytes(), algorithm.segment)) {
+    std::size_t end = begin;
+    for (const int rank : order) {
+      const auto index = static_cast<std::size_t>(rank);
+      const Piece& block = blocks[index];
+      const Range taken = intersect(part, {0, block.bytes});
+      request.blocks[index] = taken.size() / element;
+      end += taken.size();
+      if (taken.empty()) continue;
+      whole.pieces.push_back({block.input == nullptr ? nullptr : block.input + taken.begin,
+                              block.output == nullptr ? nullptr : block.output + taken.begin, taken.size()});
+    }
+    segments.push_back({{begin, end}, exchange.plans().schedule(transport, request)});
+    begin = end;
+  }
+  Operation* const operations[] = {&whole};
+  const PieceList pieces(operations);
+  PlanRun(exchange, call, whole, pieces, collective, std::move(segments)).run();
+}
+
+}  // namespace multiring

@@ -1,0 +1,237 @@
+#include "collective/plan/algorithm_table.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "base/cache.h"
+#include "base/error.h"
+#include "collective/staged/sections.h"
+#include "topology/chunks.h"
+#include "topology/traffic.h"
+#include "topology/transfers.h"
+#include "transport/hierarchy.h"
+
+namespace multiring {
+namespace {
+
+Cluster validated(Cluster cluster) {
+  cluster.validate();
+  if (cluster.host_count() == 1) throw_usage("algorithms across hosts need several hosts");
+  return cluster;
+}
+
+std::size_t usable(std::size_t staging_bytes) {
+  if (staging_bytes < kCacheLine) throw_usage("rounds need staging memory of a cache line");
+  return staging_bytes / kCacheLine * kCacheLine;
+}
+
+/// Bytes of an element in arrays. Only float32 is rounded, and not in rounds.
+std::size_t element_bytes(const PlanOptions& options) {
+  return options.rounded ? sizeof(float) : dtype_size(options.dtype);
+}
+
+PlanOptions as_allreduce(PlanOptions options) {
+  options.count = std::accumulate(options.blocks.begin(), options.blocks.end(), std::size_t{0});
+  options.blocks.clear();
+  options.collective = Collective::kAllreduce;
+  return options;
+}
+
+/// Of an allgather, which adds nothing, rings always run.
+PlanOptions in_its_order(PlanOptions options) {
+  if (options.collective == Collective::kAllgather) options.order = Order::kAny;
+  return options;
+}
+
+/// The first of those that are as good as the quickest.
+template <class Entries>
+auto& simplest_quick(Entries& entries) {
+  double least = entries.front().seconds;
+  for (const auto& entry : entries) least = std::min(least, entry.seconds);
+  return *std::ranges::find_if(entries, [&](const auto& entry) { return entry.seconds <= least * kAsGood; });
+}
+
+}  // namespace
+
+AlgorithmTable::AlgorithmTable(Cluster cluster, CostModel model, std::size_t staging_bytes)
+    : cluster_(validated(std::move(cluster))),
+      model_(std::move(model)),
+      staging_bytes_(usable(staging_bytes)),
+      round_(cluster_) {}
+
+AlgorithmTable::Load AlgorithmTable::load_of(const Plan& plan, std::size_t bytes, std::size_t segment) const {
+  Load load;
+  load.plan = multiring::load_of(plan);
+  if (bytes > 0)
+    load.segments =
+        segment_count(bytes, plan_segment_bytes(bytes, hierarchy_staging_bytes(staging_bytes_), segment));
+  return load;
+}
+
+AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const {
+  PlanOptions options;
+  options.count = bytes / sizeof(float);
+  if (algorithm.staged) return round_load(options);
+  options.mode = algorithm.mode;
+  if (std::ranges::any_of(algorithm.mode, needs_any_order)) options.order = Order::kAny;
+  return load_of(Plan(cluster_, options), bytes, algorithm.segment);
+}
+
+AlgorithmTable::Load AlgorithmTable::round_load(const PlanOptions& options) const {
+  const std::size_t element = element_bytes(options);
+  const bool is_scatter = options.collective == Collective::kReduceScatter;
+  const std::size_t longest =
+      element * (options.blocks.empty() ? options.count : *std::ranges::max_element(options.blocks));
+  const Sections sections(staging_bytes_, is_scatter ? options.blocks.size() : 1, longest);
+  if (sections.most() == 0) throw_usage("rounds need staging memory of a cache line for each rank");
+  Load load;
+  load.segments = std::max<std::size_t>(sections.segments(), 1);
+  load.round_bytes = sections.published(0, longest);
+  // The last block may be one row shorter than the others.
+  const std::size_t last_block = is_scatter ? element * options.blocks.back() : longest;
+  load.last_round_bytes = sections.published(load.segments - 1, last_block);
+  return load;
+}
+
+double AlgorithmTable::seconds(const Load& load, const Cluster& cluster, const CostModel& model) const {
+  if (load.plan)
+    return model.call_seconds + round_.seconds(0, cluster, model) +
+           price(*load.plan, cluster, model).seconds(load.segments);
+  double seconds = model.call_seconds + round_.seconds(load.last_round_bytes, cluster, model);
+  if (load.segments > 1)
+    seconds += static_cast<double>(load.segments - 1) * round_.seconds(load.round_bytes, cluster, model);
+  return seconds;
+}
+
+double AlgorithmTable::seconds(const Load& load, const JobCosts& costs) const {
+  Cluster cluster = cluster_;
+  set_speeds(cluster, costs);
+  return seconds(load, cluster, cost_model(costs));
+}
+
+/// What any plan takes: the exchange of headers and one message.
+double AlgorithmTable::least_plan_seconds() const {
+  double latency = std::numeric_limits<double>::infinity();
+  for (const Interface& interface : cluster_.hosts.front().interfaces)
+    latency = std::min(latency, interface.latency);
+  for (const LinkCost& link : model_.dimensions) latency = std::min(latency, link.latency);
+  return model_.call_seconds + round_.seconds(0, cluster_, model_) + latency;
+}
+
+AlgorithmTable::Entry AlgorithmTable::rounds(const PlanOptions& options) const {
+  Entry entry;
+  entry.algorithm.staged = true;
+  entry.options = options;
+  entry.seconds = seconds(round_load(options), cluster_, model_);
+  return entry;
+}
+
+std::vector<AlgorithmTable::Entry> AlgorithmTable::plans(const PlanOptions& options) const {
+  std::vector<Entry> found;
+  const bool is_fixed = options.rounded && options.mode.empty();
+  for (const PlanOptions& tried : is_fixed ? std::vector{options} : plan_options(cluster_, options)) {
+    const Plan plan(cluster_, tried);
+    const double needed = seconds(load_of(plan, plan.count() * element_bytes(options), 0), cluster_, model_);
+    // The one before may be the same by one interface in place of all.
+    const bool is_other = found.empty() || found.back().algorithm.mode != plan.mode();
+    if (is_other) found.emplace_back().algorithm.mode = plan.mode();
+    if (!is_other && found.back().seconds <= needed) continue;
+    found.back().options = tried;
+    found.back().seconds = needed;
+  }
+  return found;
+}
+
+/// A reduce-scatter by the quickest plan of an allreduce.
+std::optional<AlgorithmTable::Entry> AlgorithmTable::whole(const PlanOptions& options) const {
+  std::vector<Entry> compared = plans(as_allreduce(options));
+  if (compared.empty()) return std::nullopt;
+  Entry entry = simplest_quick(compared);
+  entry.algorithm.whole = true;
+  return entry;
+}
+
+std::vector<AlgorithmTable::Entry> AlgorithmTable::entries(const PlanOptions& options) const {
+  std::vector<Entry> found;
+  if (options.mode.empty()) found.push_back(rounds(options));
+  for (Entry& entry : plans(options)) found.push_back(std::move(entry));
+  if (options.mode.empty() && options.collective == Collective::kReduceScatter)
+    if (std::optional<Entry> entry = whole(options)) found.push_back(*std::move(entry));
+  return found;
+}
+
+CrossingAlgorithm AlgorithmTable::quickest(const PlanOptions& wanted) const {
+  const PlanOptions options = in_its_order(wanted);
+  // Then no plan needs to be counted, which takes long among many ranks.
+  if (options.mode.empty())
+    if (const Entry entry = rounds(options); entry.seconds <= least_plan_seconds()) return entry.algorithm;
+  const std::vector<Entry> compared = entries(options);
+  if (compared.empty()) throw_usage(other_row(options).excluded);
+  return simplest_quick(compared).algorithm;
+}
+
+AlgorithmRow AlgorithmTable::row_of(const Entry& entry) const {
+  AlgorithmRow row;
+  row.name = algorithm_name(entry.algorithm);
+  row.seconds = entry.seconds;
+  if (entry.algorithm.staged) {
+    const Load load = round_load(entry.options);
+    row.hops = load.segments * round_.steps();
+    row.rank_bytes = round_.rank_parts() * ((load.segments - 1) * load.round_bytes + load.last_round_bytes);
+    return row;
+  }
+  const Plan plan(cluster_, entry.options);
+  row.hops = round_.steps();
+  for (const Step& step : plan.steps())
+    if (step.across_hosts()) row.hops += static_cast<std::size_t>(hop_count(step));
+  const Traffic traffic = total_traffic(plan);
+  for (const RankTraffic& rank : traffic.ranks()) row.rank_bytes = std::max(row.rank_bytes, rank.sent);
+  return row;
+}
+
+/// An algorithm across hosts that is not compared: why, or what it would cost.
+AlgorithmRow AlgorithmTable::other_row(const PlanOptions& options) const {
+  AlgorithmRow row;
+  row.name = format_mode(options.mode);
+  if (const std::optional<std::pair<int, int>> missing = missing_link(cluster_, options)) {
+    row.excluded =
+        "host " + std::to_string(missing->first) + " has no link to host " + std::to_string(missing->second);
+  } else if (options.order != Order::kAny && needs_any_order(options.mode.back())) {
+    row.excluded = "adds in the order of the ring (--order any)";
+  } else {
+    Entry entry;
+    entry.algorithm.mode = options.mode;
+    entry.options = options;
+    const Plan plan(cluster_, options);
+    entry.seconds = seconds(load_of(plan, plan.count() * element_bytes(options), 0), cluster_, model_);
+    return row_of(entry);
+  }
+  return row;
+}
+
+std::vector<AlgorithmRow> AlgorithmTable::rows(const PlanOptions& wanted) const {
+  const PlanOptions options = in_its_order(wanted);
+  if (!options.mode.empty()) require_fit(options.mode, cluster_);
+  std::vector<AlgorithmRow> rows;
+  for (const Entry& entry : entries(options)) rows.push_back(row_of(entry));
+  for (AlgorithmRow& row : rows) row.is_compared = true;
+  if (rows.empty()) return {other_row(options)};
+  simplest_quick(rows).is_chosen = true;
+  if (!options.mode.empty()) return rows;
+  for (const Algorithm algorithm : kAllAlgorithms) {
+    // Blocks cross in no other way (Plan).
+    const bool has_blocks = options.collective != Collective::kAllreduce;
+    if (has_blocks && reducing_phase(algorithm) != Phase::kReduceScatter) continue;
+    PlanOptions tried = options;
+    tried.mode = flat_mode(cluster_);
+    tried.mode.front().algorithm = Algorithm::kPairwise;
+    tried.mode.back().algorithm = algorithm;
+    if (std::ranges::find(rows, format_mode(tried.mode), &AlgorithmRow::name) == rows.end())
+      rows.push_back(other_row(tried));
+  }
+  return rows;
+}
+
+}  // namespace multiring

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/export.h"
+#include "topology/chunks.h"
+#include "topology/dimensions.h"
+
+namespace multiring {
+
+/// How a collective across hosts runs.
+struct CrossingAlgorithm {
+  bool staged = false;      ///< "rounds": what every rank has goes to every host, without a plan
+  bool whole = false;       ///< "allreduce:MODE": a reduce-scatter by the plan of an allreduce
+  Mode mode = {};           ///< of the plan
+  std::size_t segment = 0;  ///< bytes of the array that a plan takes at once; 0: plan_segment_bytes()
+};
+
+/// Reads "rounds", or a mode (of an allreduce where a reduce-scatter goes by its plan: allreduce:4px2d),
+/// which may be followed by the bytes of a segment (4px2d/65536, 4px2d/64K). Raises a usage error that shows
+/// the text and what is wrong with it.
+MULTIRING_API CrossingAlgorithm parse_algorithm(std::string_view text);
+/// "rounds", or the mode: what it is called in tables, and read back.
+MULTIRING_API std::string algorithm_name(const CrossingAlgorithm& algorithm);
+
+/// Reads 4096, 64K, 1M or 1G (factors of 1024). Raises a usage error.
+MULTIRING_API std::size_t parse_bytes(std::string_view text);
+
+/// Bytes of the array that a plan takes at once, where staging memory has so many: at most `wanted` (0: as
+/// many as keep several segments in flight). Staging memory holds a segment, and a share of the results of
+/// another. `bytes` and `staging_bytes`: at least 1.
+MULTIRING_API std::size_t plan_segment_bytes(std::size_t bytes, std::size_t staging_bytes,
+                                             std::size_t wanted = 0);
+
+/// What a plan takes of each block at once: bytes from the begin of the block, where it is that long.
+/// `blocks`: bytes of each, at least one of them not 0. Raises a usage error where staging memory is too
+/// small for so many.
+MULTIRING_API std::vector<Range> block_segments(std::span<const std::size_t> blocks,
+                                                std::size_t staging_bytes, std::size_t wanted = 0);
+
+}  // namespace multiring
