@@ -42,8 +42,7 @@ struct PlanRequest {
     if (!mode.empty()) made.mode = parse_mode(mode);
     made.channels = channels;
     made.segment = segment;
-    // An allgather adds nothing.
-    made.order = made.collective == Collective::kAllgather ? Order::kAny : parse_order(order);
+    made.order = adds(made.collective) ? parse_order(order) : Order::kAny;
     return made;
   }
 };
@@ -139,6 +138,7 @@ void bind_plans(py::module_& module) {
           },
           "Of the dimensions, from the inside out.")
       .def_property_readonly("count", &Plan::count)
+      .def_property_readonly("adds", [](const Plan& plan) { return adds(plan.collective()); })
       .def_property_readonly("collective",
                              [](const Plan& plan) { return collective_name(plan.collective()); })
       .def_property_readonly("order", [](const Plan& plan) { return order_name(plan.order()); })

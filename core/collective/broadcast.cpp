@@ -1,7 +1,7 @@
 #include <vector>
 
 #include "base/arithmetic/kernels/copy.h"
-#include "collective/cluster/cluster_broadcast.h"
+#include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/staged/staged_copy.h"
 
@@ -20,9 +20,13 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
   const int root = operation.descriptor.key.root;
   const std::size_t bytes = operation.descriptor.bytes;
   const bool is_root = exchange.rank() == root;
-  if (ClusterBroadcast::is_worthwhile(exchange.transport(), bytes)) {
+  const CrossingAlgorithm algorithm =
+      exchange.plans().algorithm(exchange.transport(), Collective::kBroadcast, bytes, Order::kAny);
+  if (!algorithm.staged) {
     exchange.match(call, operation.descriptor);
-    ClusterBroadcast(exchange, call, operation).run();
+    std::vector<Piece> blocks(static_cast<std::size_t>(exchange.size()));
+    blocks[static_cast<std::size_t>(root)] = {operation.input, is_root ? nullptr : operation.output, bytes};
+    run_blocks(exchange, call, operation, Collective::kBroadcast, blocks, algorithm);
     return keep(operation, is_root);
   }
   const StagedCopy::Outgoing outgoing[] = {{operation.input, is_root ? bytes : 0}};

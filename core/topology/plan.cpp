@@ -74,7 +74,7 @@ const char* phase_name(Phase phase) {
 }
 
 namespace {
-constexpr const char* kCollectiveNames[] = {"allreduce", "reduce_scatter", "allgather"};
+constexpr const char* kCollectiveNames[] = {"allreduce", "reduce_scatter", "allgather", "broadcast"};
 }
 
 const char* collective_name(Collective collective) {
@@ -84,11 +84,12 @@ const char* collective_name(Collective collective) {
 Collective parse_collective(std::string_view name) {
   if (const std::optional<Collective> found = find_collective(name)) return *found;
   throw_usage("collective '" + std::string(name) +
-              "' has no algorithms to choose from; allreduce, reduce_scatter and allgather have");
+              "' has no algorithms to choose from; allreduce, reduce_scatter, allgather and broadcast have");
 }
 
 std::optional<Collective> find_collective(std::string_view name) {
-  for (const Collective each : {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather})
+  for (const Collective each :
+       {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather, Collective::kBroadcast})
     if (name == collective_name(each)) return each;
   return std::nullopt;
 }
@@ -98,9 +99,13 @@ PlanOptions collective_options(Collective collective, std::size_t count, int ran
   options.collective = collective;
   options.count = count;
   const auto size = static_cast<std::size_t>(ranks);
-  for (std::size_t rank = 0; rank < size && collective != Collective::kAllreduce; ++rank)
-    options.blocks.push_back(collective == Collective::kAllgather ? count
-                                                                  : block_range(count, size, rank).size());
+  if (collective == Collective::kAllgather) options.blocks.assign(size, count);
+  if (collective == Collective::kBroadcast) {
+    options.blocks.assign(size, 0);
+    options.blocks.front() = count;
+  }
+  for (std::size_t rank = 0; rank < size && collective == Collective::kReduceScatter; ++rank)
+    options.blocks.push_back(block_range(count, size, rank).size());
   return options;
 }
 
@@ -118,7 +123,7 @@ Plan::Plan(Cluster cluster, const PlanOptions& options) : cluster_(std::move(clu
     blocks_.emplace(cluster_, options_.blocks);
     options_.count = blocks_->count();
   }
-  if (canonical() && options_.collective != Collective::kAllgather) require_canonical(mode_);
+  if (canonical() && adds(options_.collective)) require_canonical(mode_);
   channels_ = make_channels(cluster_, options_.channels);
   PlanBuilder builder(*this);
   steps_ = builder.build();

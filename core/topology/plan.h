@@ -22,11 +22,16 @@ namespace multiring {
 // dimension reduces to the first rank of the group instead (reduce) and returns the result by a broadcast.
 //
 // A reduce-scatter is the first half of that, an allgather the second: there each rank has its own block, and
-// all blocks cross in one dimension.
+// all blocks cross in one dimension. A broadcast is an allgather in which the root alone has a block.
 
-enum class Collective { kAllreduce, kReduceScatter, kAllgather };
+enum class Collective { kAllreduce, kReduceScatter, kAllgather, kBroadcast };
 
-/// "allreduce", "reduce_scatter", "allgather".
+/// Whether it adds anything, so that there is an order of additions.
+constexpr bool adds(Collective collective) {
+  return collective == Collective::kAllreduce || collective == Collective::kReduceScatter;
+}
+
+/// "allreduce", "reduce_scatter", "allgather", "broadcast".
 MULTIRING_API const char* collective_name(Collective collective);
 /// None: there is no such name.
 MULTIRING_API std::optional<Collective> find_collective(std::string_view name);
@@ -83,12 +88,12 @@ struct PlanOptions {
   /// Whether partial sums are sent as elements of `dtype`, rounded once more by each step that sends them.
   bool rounded = false;
   Collective collective = Collective::kAllreduce;
-  /// Elements of each rank's block, of a reduce-scatter or an allgather, where `count` does not matter.
+  /// Elements of each rank's block, where the collective is no allreduce and `count` does not matter.
   std::vector<std::size_t> blocks = {};
 };
 
 /// What `count` elements on each of `ranks` mean to a collective: an array, divided as reduce_scatter does;
-/// or of an allgather, the block of each.
+/// of an allgather the block of each, of a broadcast that of the root, rank 0.
 MULTIRING_API PlanOptions collective_options(Collective collective, std::size_t count, int ranks);
 
 /// Steps of one collective; immutable.

@@ -18,7 +18,7 @@ std::vector<Step> PlanBuilder::build() {
     reduce_across(dimension);
   const auto reducing = static_cast<std::ptrdiff_t>(steps_.size());
   if (plan_.collective() != Collective::kReduceScatter) add_return_steps();
-  if (plan_.collective() == Collective::kAllgather) steps_.erase(steps_.begin(), steps_.begin() + reducing);
+  if (!adds(plan_.collective())) steps_.erase(steps_.begin(), steps_.begin() + reducing);
   return std::move(steps_);
 }
 

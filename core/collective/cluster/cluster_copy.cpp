@@ -4,7 +4,6 @@
 
 #include "base/arithmetic/kernels/copy.h"
 #include "base/cache.h"
-#include "collective/cluster/host_ranks.h"
 #include "collective/cluster/segments.h"
 #include "topology/chunks.h"
 
@@ -18,8 +17,8 @@ std::size_t slots_of(std::size_t segment) {
 }  // namespace
 
 bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t piece) {
-  return all_hosts_linked(transport) &&
-         bytes > std::min(segments::kMessagesFrom, transport.staging_bytes()) && piece >= segments::kMinPiece;
+  if (transport.size() == 1 || transport.shares_memory() || !transport.fully_linked()) return false;
+  return bytes > std::min(segments::kMessagesFrom, transport.staging_bytes()) && piece >= segments::kMinPiece;
 }
 
 void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {

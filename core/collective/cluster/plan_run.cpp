@@ -104,7 +104,7 @@ void PlanRun::exchange_within_host(std::size_t iteration) {
   const std::size_t age = steps_ * kPipelineDepth;
   const bool starts = iteration < segments_.size();
   const bool ends = iteration >= age;
-  const bool stages = starts && collective_ != Collective::kAllgather;
+  const bool stages = starts && adds(collective_);
   const bool publishes = ends && collective_ != Collective::kReduceScatter;
   if (local_ranks_.size() > 1 && (stages || publishes)) {
     if (stages) stage(iteration);
@@ -133,7 +133,7 @@ void PlanRun::start(std::size_t index) {
   InFlightSegment& current = in_flight(index);
   current.schedule = segments_[index].schedule.get();
   const RankSchedule& schedule = *current.schedule;
-  if (collective_ == Collective::kAllgather) {
+  if (!adds(collective_)) {
     pieces_.read(read_cursor_, bytes_of(index, schedule.block), result_at(current, schedule.block.begin));
     return post(current, 0);
   }
@@ -273,7 +273,7 @@ void run_blocks(Exchange& exchange, const OperationCall& call, const Operation& 
   Operation whole;
   whole.descriptor = operation.descriptor;
   whole.is_widened = operation.is_widened;
-  if (collective == Collective::kAllgather) {  // of bytes: nothing is added
+  if (!adds(collective)) {  // of bytes: nothing is added
     whole.descriptor.dtype = DType::kUInt8;
     whole.descriptor.key.order = Order::kAny;
   }

@@ -29,7 +29,7 @@ namespace multiring {
 ///   3. adds its share of segment t and posts its first messages; copies those results out.
 ///
 /// All ranks keep this order, so messages between two of them match by order alone. A reduce-scatter shares
-/// no results within hosts, and an allgather stages and adds nothing.
+/// no results within hosts, and an allgather or a broadcast stages and adds nothing.
 ///
 /// With a half-precision comm_dtype the workspace and the results that a host shares are of that type; staged
 /// contributions stay float32.
@@ -123,8 +123,8 @@ class PlanRun : Immovable {
 void allreduce_by_plan(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
                        const PieceList& pieces, const CrossingAlgorithm& algorithm);
 
-/// Reduce-scatter or allgather of at least one byte. `blocks`: of each rank, how long its block is, and what
-/// this rank has and wants of it. `operation`: of which dtype and reduction.
+/// Reduce-scatter, allgather or broadcast of at least one byte. `blocks`: of each rank, how long its block
+/// is, and what this rank has and wants of it. `operation`: of which dtype and reduction.
 void run_blocks(Exchange& exchange, const OperationCall& call, const Operation& operation,
                 Collective collective, std::span<const Piece> blocks, const CrossingAlgorithm& algorithm);
 

@@ -16,6 +16,10 @@
 namespace multiring {
 namespace {
 
+// Segments that are tried for a broadcast.
+constexpr std::size_t kMinBroadcastSegment = 16 * 1024;
+constexpr std::size_t kMaxBroadcastSegment = 512 * 1024;
+
 Cluster validated(Cluster cluster) {
   cluster.validate();
   if (cluster.host_count() == 1) throw_usage("algorithms across hosts need several hosts");
@@ -39,9 +43,9 @@ PlanOptions as_allreduce(PlanOptions options) {
   return options;
 }
 
-/// Of an allgather, which adds nothing, rings always run.
+/// Rings always run where nothing is added.
 PlanOptions in_its_order(PlanOptions options) {
-  if (options.collective == Collective::kAllgather) options.order = Order::kAny;
+  if (!adds(options.collective)) options.order = Order::kAny;
   return options;
 }
 
@@ -92,6 +96,7 @@ AlgorithmTable::Load AlgorithmTable::round_load(const PlanOptions& options) cons
   // The last block may be one row shorter than the others.
   const std::size_t last_block = is_scatter ? element * options.blocks.back() : longest;
   load.last_round_bytes = sections.published(load.segments - 1, last_block);
+  load.is_broadcast = options.collective == Collective::kBroadcast;
   return load;
 }
 
@@ -99,9 +104,10 @@ double AlgorithmTable::seconds(const Load& load, const Cluster& cluster, const C
   if (load.plan)
     return model.call_seconds + round_.seconds(0, cluster, model) +
            price(*load.plan, cluster, model).seconds(load.segments);
-  double seconds = model.call_seconds + round_.seconds(load.last_round_bytes, cluster, model);
+  const RoundLoad& round = load.is_broadcast ? broadcast_round() : round_;
+  double seconds = model.call_seconds + round.seconds(load.last_round_bytes, cluster, model);
   if (load.segments > 1)
-    seconds += static_cast<double>(load.segments - 1) * round_.seconds(load.round_bytes, cluster, model);
+    seconds += static_cast<double>(load.segments - 1) * round.seconds(load.round_bytes, cluster, model);
   return seconds;
 }
 
@@ -109,6 +115,11 @@ double AlgorithmTable::seconds(const Load& load, const JobCosts& costs) const {
   Cluster cluster = cluster_;
   set_speeds(cluster, costs);
   return seconds(load, cluster, cost_model(costs));
+}
+
+const RoundLoad& AlgorithmTable::broadcast_round() const {
+  if (!broadcast_round_) broadcast_round_.emplace(cluster_, 0);
+  return *broadcast_round_;
 }
 
 /// What any plan takes: the exchange of headers and one message.
@@ -128,16 +139,35 @@ AlgorithmTable::Entry AlgorithmTable::rounds(const PlanOptions& options) const {
   return entry;
 }
 
+/// With which segment a plan is quickest (0: that of plan_segment_bytes), and how long it takes then. A
+/// broadcast reaches the hosts one after the other, sooner in smaller segments; others keep all links busy
+/// from the first hop on.
+std::pair<std::size_t, double> AlgorithmTable::best_segment(const Plan& plan,
+                                                            const PlanOptions& options) const {
+  const std::size_t bytes = plan.count() * element_bytes(options);
+  Load load = load_of(plan, bytes, 0);
+  std::pair<std::size_t, double> best{0, seconds(load, cluster_, model_)};
+  if (plan.collective() != Collective::kBroadcast || bytes == 0) return best;
+  for (std::size_t segment = kMaxBroadcastSegment; segment >= kMinBroadcastSegment; segment /= 2) {
+    load.segments =
+        segment_count(bytes, plan_segment_bytes(bytes, hierarchy_staging_bytes(staging_bytes_), segment));
+    if (const double needed = seconds(load, cluster_, model_); needed < best.second) best = {segment, needed};
+  }
+  return best;
+}
+
 std::vector<AlgorithmTable::Entry> AlgorithmTable::plans(const PlanOptions& options) const {
   std::vector<Entry> found;
   const bool is_fixed = options.rounded && options.mode.empty();
   for (const PlanOptions& tried : is_fixed ? std::vector{options} : plan_options(cluster_, options)) {
     const Plan plan(cluster_, tried);
-    const double needed = seconds(load_of(plan, plan.count() * element_bytes(options), 0), cluster_, model_);
+    const auto [segment, needed] = best_segment(plan, options);
     // The one before may be the same by one interface in place of all.
     const bool is_other = found.empty() || found.back().algorithm.mode != plan.mode();
-    if (is_other) found.emplace_back().algorithm.mode = plan.mode();
     if (!is_other && found.back().seconds <= needed) continue;
+    if (is_other) found.emplace_back();
+    found.back().algorithm.mode = plan.mode();
+    found.back().algorithm.segment = segment;
     found.back().options = tried;
     found.back().seconds = needed;
   }
@@ -179,7 +209,8 @@ AlgorithmRow AlgorithmTable::row_of(const Entry& entry) const {
   if (entry.algorithm.staged) {
     const Load load = round_load(entry.options);
     row.hops = load.segments * round_.steps();
-    row.rank_bytes = round_.rank_parts() * ((load.segments - 1) * load.round_bytes + load.last_round_bytes);
+    row.rank_bytes = (load.is_broadcast ? broadcast_round() : round_).rank_parts() *
+                     ((load.segments - 1) * load.round_bytes + load.last_round_bytes);
     return row;
   }
   const Plan plan(cluster_, entry.options);
@@ -204,8 +235,7 @@ AlgorithmRow AlgorithmTable::other_row(const PlanOptions& options) const {
     Entry entry;
     entry.algorithm.mode = options.mode;
     entry.options = options;
-    const Plan plan(cluster_, options);
-    entry.seconds = seconds(load_of(plan, plan.count() * element_bytes(options), 0), cluster_, model_);
+    entry.seconds = best_segment(Plan(cluster_, options), options).second;
     return row_of(entry);
   }
   return row;

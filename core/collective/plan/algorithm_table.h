@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/export.h"
@@ -43,6 +44,7 @@ class MULTIRING_API AlgorithmTable {
     std::size_t segments = 1;      ///< of the plan; or how many rounds
     std::size_t round_bytes = 0;   ///< that a rank publishes in each round but the last
     std::size_t last_round_bytes = 0;
+    bool is_broadcast = false;  ///< rounds in which one rank publishes
   };
   /// Of an allreduce of float32.
   Load load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const;
@@ -65,6 +67,8 @@ class MULTIRING_API AlgorithmTable {
   std::optional<Entry> whole(const PlanOptions& options) const;
   Load round_load(const PlanOptions& options) const;
   Load load_of(const Plan& plan, std::size_t bytes, std::size_t segment) const;
+  std::pair<std::size_t, double> best_segment(const Plan& plan, const PlanOptions& options) const;
+  const RoundLoad& broadcast_round() const;
   double least_plan_seconds() const;
   double seconds(const Load& load, const Cluster& cluster, const CostModel& model) const;
   AlgorithmRow row_of(const Entry& entry) const;
@@ -74,6 +78,7 @@ class MULTIRING_API AlgorithmTable {
   CostModel model_;
   std::size_t staging_bytes_;
   RoundLoad round_;
+  mutable std::optional<RoundLoad> broadcast_round_;  // counted when it is needed
 };
 
 }  // namespace multiring

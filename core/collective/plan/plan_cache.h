@@ -38,7 +38,7 @@ class MULTIRING_API PlanCache {
     /// Empty: automatic. In the canonical order others take the place of rings, and, if rounded, of chains.
     Mode mode = {};
     Collective collective = Collective::kAllreduce;
-    std::vector<std::size_t> blocks = {};  ///< elements by rank, of a reduce-scatter or an allgather
+    std::vector<std::size_t> blocks = {};  ///< elements by rank, of what is no allreduce
     auto operator<=>(const Request&) const = default;
   };
 

@@ -74,7 +74,7 @@ class Scheduler {
     const auto local_rank = std::ranges::find(local_ranks, rank_) - local_ranks.begin();
     schedule_.share = schedule_.host_shares[static_cast<std::size_t>(local_rank)];
     if (plan_.blocks()) schedule_.block = plan_.blocks()->of(rank_);
-    if (schedule_.share.empty() || plan_.collective() == Collective::kAllgather) return;
+    if (schedule_.share.empty() || !adds(plan_.collective())) return;
     for (const Subtree node : nodes_of(local_ranks)) {
       const Sum sum{node, allocate(schedule_.share.size() * bytes_of(node))};
       schedule_.host_sums.push_back(sum);

@@ -43,7 +43,7 @@ struct RankSchedule {
   /// The elements that each rank of the host adds for it, by local rank; may be empty.
   std::vector<Range> host_shares;
   Range share;                 ///< this rank's
-  Range block;                 ///< of a reduce-scatter or an allgather: the elements that are this rank's own
+  Range block;                 ///< of what is no allreduce: the elements that are this rank's own
   std::vector<Sum> host_sums;  ///< its sums of the host's contributions, for `share`
   std::vector<Step> steps;     ///< as many on every rank
   std::size_t result = 0;      ///< offset of the results for `share`

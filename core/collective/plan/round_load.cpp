@@ -27,7 +27,8 @@ double speed_of(const Host& host, const CostModel& model) {
 
 }  // namespace
 
-RoundLoad::RoundLoad(const Cluster& cluster) {
+RoundLoad::RoundLoad(const Cluster& cluster, int publisher)
+    : publishers_(publisher < 0 ? static_cast<std::size_t>(cluster.size()) : 1) {
   const std::vector<int> hosts = cluster.host_of_rank();
   const bool by_switch = cluster.fully_linked();
   for (int rank = 0; rank < cluster.size(); ++rank) {
@@ -41,11 +42,14 @@ RoundLoad::RoundLoad(const Cluster& cluster) {
         const Link link{static_cast<std::size_t>(hosts[static_cast<std::size_t>(rank)]),
                         by_switch ? -1 : hosts[static_cast<std::size_t>(message.peer)]};
         Sent& sent = steps_[step][link];
-        sent.parts += message.ranks.size();
-        sent.most_parts = std::max(sent.most_parts, message.ranks.size());
+        const auto published = publisher < 0
+                                   ? message.ranks.size()
+                                   : static_cast<std::size_t>(std::ranges::count(message.ranks, publisher));
+        sent.parts += published;
+        sent.most_parts = std::max(sent.most_parts, published);
         ++sent.messages;
         sent.most_messages = std::max(sent.most_messages, ++messages[link]);
-        parts += message.ranks.size();
+        parts += published;
       }
     }
     rank_parts_ = std::max(rank_parts_, parts);
@@ -81,7 +85,7 @@ double RoundLoad::seconds(std::size_t bytes, const Cluster& cluster, const CostM
     seconds += latency_of(cluster, model) + all_messages * model.shared_message_seconds + sending +
                all_bytes / model.shared_bytes_per_second;
   }
-  const auto read = static_cast<double>(bytes) * static_cast<double>(cluster.size() + 1);
+  const auto read = static_cast<double>(bytes) * static_cast<double>(publishers_ + 1);
   double memory = read / model.reduction_bytes_per_second;
   for (const Host& host : cluster.hosts)
     memory = std::max(memory, read * static_cast<double>(host.ranks.size()) / host.memory.bytes_per_second);

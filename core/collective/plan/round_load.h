@@ -10,10 +10,11 @@
 
 namespace multiring {
 
-/// What a round does in which all ranks publish as many bytes: host by host, step by step.
+/// What a round does in which all ranks publish as many bytes, or one rank does: host by host, step by step.
 class MULTIRING_API RoundLoad {
  public:
-  explicit RoundLoad(const Cluster& cluster);
+  /// `publisher`: -1: all ranks.
+  explicit RoundLoad(const Cluster& cluster, int publisher = -1);
 
   std::size_t steps() const { return steps_.size(); }
   /// The most ranks whose data one rank sends, counted once for each message.
@@ -36,6 +37,7 @@ class MULTIRING_API RoundLoad {
 
   std::vector<std::map<Link, Sent>> steps_;
   std::size_t rank_parts_ = 0;
+  std::size_t publishers_ = 0;
 };
 
 }  // namespace multiring

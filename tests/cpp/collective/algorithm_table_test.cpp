@@ -59,6 +59,7 @@ std::size_t sent_by(RankGroup& group, const AlgorithmRow& row, Collective collec
     const auto rank = static_cast<std::size_t>(communicator.rank());
     if (collective == Collective::kReduceScatter) request.kind = OpKind::kReduceScatter;
     if (collective == Collective::kAllgather) request.kind = OpKind::kAllgather;
+    if (collective == Collective::kBroadcast) request.kind = OpKind::kBroadcast, request.root = 0;
     request.output_bytes = sizeof(float) * (request.kind == OpKind::kReduceScatter
                                                 ? block_range(count, size, rank).size()
                                                 : count * (request.kind == OpKind::kAllgather ? size : 1));
@@ -78,7 +79,7 @@ TEST_P(AlgorithmTable, CountsWhatTheBusiestRankSends) {
   // Rounds carry headers as well, as many for any count.
   constexpr std::size_t kFew = 1001;
   for (const Collective collective :
-       {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather}) {
+       {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather, Collective::kBroadcast}) {
     // One segment: in each of several the halves that go round a ring may differ by a cache line.
     const std::size_t large = collective == Collective::kAllgather ? 3001 : 20001;
     const std::vector<AlgorithmRow> few = table_of(layout, kFew, collective);

@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "base/arithmetic/half.h"
 #include "collective/plan/plan_cache.h"
 #include "collective/plan/plan_schedule.h"
 #include "support/errors.h"
@@ -43,43 +42,6 @@ void PrintTo(const ModeCase& each, std::ostream* out) {
        << (*each.mode == '\0'    ? "automatic"
            : each.mode[0] == 'a' ? "allreduce"
                                  : each.mode);
-}
-
-/// `values` as elements of `dtype`; integers wrap.
-Bytes encoded(DType dtype, const std::vector<int>& values) {
-  const std::size_t element = dtype_size(dtype);
-  Bytes bytes(values.size() * element);
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    std::uint8_t* const to = bytes.data() + i * element;
-    if (const auto real = static_cast<float>(values[i]); is_half(dtype)) {
-      narrow(dtype, &real, to, 1);
-    } else if (dtype == DType::kFloat32) {
-      std::memcpy(to, &real, element);
-    } else if (dtype == DType::kFloat64) {
-      const double wide = real;
-      std::memcpy(to, &wide, element);
-    } else {
-      const std::int64_t whole = dtype == DType::kBool ? values[i] != 0 : values[i];
-      std::memcpy(to, &whole, element);  // little-endian
-    }
-  }
-  return bytes;
-}
-
-/// Of elements whose reductions are exact, so that no order of additions changes a bit.
-ReduceProblem exact_problem(DType dtype, const Reduction& reduction, std::size_t count, int size) {
-  ReduceProblem problem{dtype, reduction, count, {}, {}};
-  const bool product = reduction.op == ReduceOp::kProduct;
-  for (int rank = 0; rank < size; ++rank) {
-    std::vector<int> values(count);
-    for (std::size_t i = 0; i < count; ++i) {
-      const int value = static_cast<int>((i * 11 + static_cast<std::size_t>(rank) * 5) % 7) - 3;
-      values[i] = product ? (value == 1 ? 2 : value < 0 ? -1 : 1) : value;
-    }
-    problem.inputs.push_back(encoded(dtype, values));
-  }
-  problem.expected = reduce_oracle(dtype, reduction, problem.inputs);
-  return problem;
 }
 
 Bytes reduced(Communicator& communicator, const ReduceProblem& problem, Order order = Order::kDefault,

@@ -213,18 +213,19 @@ TEST_P(CollectivesTest, ReduceScatter) {
   });
 }
 
-/// Hosts, what is between them, and the algorithms by which reduce_scatter and allgather cross there.
+/// Hosts, what is between them, and the algorithms by which collectives cross there: reduce_scatter, and
+/// those that add nothing.
 struct Crossing {
   std::vector<int> layout;
   const char* reduce_scatter;
-  const char* allgather;
+  const char* gathering;
   TransportKind transport = TransportKind::kCluster;
 
   GroupOptions options() const {
     GroupOptions options(transport, std::accumulate(layout.begin(), layout.end(), 0), 4096);
     options.layout = layout;
-    options.communicator.tuning =
-        std::string("reduce_scatter 0- ") + reduce_scatter + "\nallgather 0- " + allgather;
+    options.communicator.tuning = std::string("reduce_scatter 0- ") + reduce_scatter + "\nallgather 0- " +
+                                  gathering + "\nbroadcast 0- " + gathering;
     return options;
   }
 };
@@ -283,6 +284,26 @@ TEST(EveryCrossing, Gathers) {
           EXPECT_TRUE(result_of(perform(communicator, request, mode)) == expected)
               << rows.base << " + " << rows.step << " x rank, on rank " << rank;
       }
+    });
+  }
+}
+
+TEST(EveryCrossing, Broadcasts) {
+  for (const Crossing& crossing : kCrossings) {
+    SCOPED_TRACE(crossing.options().communicator.tuning);
+    RankGroup(crossing.options()).run([](Communicator& communicator) {
+      for (int root = 0; root < communicator.size(); ++root)
+        for (const std::uint64_t count : {0, 1, 37, 20001}) {
+          const Bytes expected = input_of(DType::kInt32, count, static_cast<std::size_t>(root));
+          Bytes array = communicator.rank() == root ? expected : Bytes(expected.size(), 0xcd);
+          perform(communicator, {.kind = OpKind::kBroadcast,
+                                 .dtype = DType::kInt32,
+                                 .rows = count,
+                                 .input = array.data(),
+                                 .output = array.data(),
+                                 .root = root});
+          EXPECT_TRUE(array == expected) << count << " from rank " << root;
+        }
     });
   }
 }

@@ -119,7 +119,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan.add_argument(
         "--collective",
-        choices=("allreduce", "reduce_scatter", "allgather"),
+        choices=("allreduce", "reduce_scatter", "allgather", "broadcast"),
         default="allreduce",
         help="what runs; of an allgather --bytes are those of each rank [allreduce]",
     )

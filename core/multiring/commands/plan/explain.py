@@ -15,9 +15,8 @@ def rows_as_text(prediction: Prediction) -> str:
     """The cluster, and a line for each algorithm, the quickest first; what does not run there comes last,
     with the reason.
     """
-    # An allgather adds nothing.
     plan = prediction.plan
-    order = "" if plan.collective == "allgather" else f", in {plan.order} order"
+    order = f", in {plan.order} order" if plan.adds else ""
     lines = [["mode", "hops", "by a rank", "predicted", ""]]
     for row in _ordered(prediction):
         if row.excluded:

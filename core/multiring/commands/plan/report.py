@@ -56,7 +56,7 @@ def as_text(prediction: Prediction) -> str:
         cluster_line(prediction),
         f"{what_runs(prediction)}, mode {plan.mode}",
     ]
-    if plan.collective != "allgather":  # which adds nothing
+    if plan.adds:
         lines.append(f"order      {order_text(prediction)}")
     if plan.segments > 1:
         segment = size_text(plan.segment * plan.element_bytes)

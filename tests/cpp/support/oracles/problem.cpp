@@ -1,6 +1,9 @@
 #include "support/oracles/problem.h"
 
 #include <algorithm>
+#include <cstring>
+
+#include "base/arithmetic/half.h"
 
 namespace multiring::testing {
 
@@ -30,6 +33,41 @@ ReduceProblem make_problem(DType dtype, const Reduction& reduction, std::size_t 
         random_elements(dtype, std::min(count, kPeriod), seed + static_cast<std::uint32_t>(rank), true));
   problem.expected = repeated(reduce_oracle(dtype, reduction, problem.inputs), bytes);
   for (Bytes& input : problem.inputs) input = repeated(input, bytes);
+  return problem;
+}
+
+Bytes encoded(DType dtype, const std::vector<int>& values) {
+  const std::size_t element = dtype_size(dtype);
+  Bytes bytes(values.size() * element);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    std::uint8_t* const to = bytes.data() + i * element;
+    if (const auto real = static_cast<float>(values[i]); is_half(dtype)) {
+      narrow(dtype, &real, to, 1);
+    } else if (dtype == DType::kFloat32) {
+      std::memcpy(to, &real, element);
+    } else if (dtype == DType::kFloat64) {
+      const double wide = real;
+      std::memcpy(to, &wide, element);
+    } else {
+      const std::int64_t whole = dtype == DType::kBool ? values[i] != 0 : values[i];
+      std::memcpy(to, &whole, element);  // little-endian
+    }
+  }
+  return bytes;
+}
+
+ReduceProblem exact_problem(DType dtype, const Reduction& reduction, std::size_t count, int size) {
+  ReduceProblem problem{dtype, reduction, count, {}, {}};
+  const bool product = reduction.op == ReduceOp::kProduct;
+  for (int rank = 0; rank < size; ++rank) {
+    std::vector<int> values(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const int value = static_cast<int>((i * 11 + static_cast<std::size_t>(rank) * 5) % 7) - 3;
+      values[i] = product ? (value == 1 ? 2 : value < 0 ? -1 : 1) : value;
+    }
+    problem.inputs.push_back(encoded(dtype, values));
+  }
+  problem.expected = reduce_oracle(dtype, reduction, problem.inputs);
   return problem;
 }
 

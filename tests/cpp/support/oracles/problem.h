@@ -35,5 +35,9 @@ struct ReduceProblem {
 };
 /// Of any elements: zeros, denormals, infinities and NaN among them.
 ReduceProblem make_problem(DType dtype, const Reduction& reduction, std::size_t count, int size);
+/// Of elements whose reductions are exact, so that no order of additions changes a bit.
+ReduceProblem exact_problem(DType dtype, const Reduction& reduction, std::size_t count, int size);
+/// `values` as elements of `dtype`; integers wrap.
+Bytes encoded(DType dtype, const std::vector<int>& values);
 
 }  // namespace multiring::testing
