@@ -86,7 +86,9 @@ void reduce_alone(const Operation& operation) {
 void reduce_together(Exchange& exchange, const OperationCall& call, const Descriptor& descriptor,
                      std::span<Operation* const> operations) {
   if (const CrossingAlgorithm algorithm = algorithm_of(exchange, descriptor); !algorithm.staged) {
-    exchange.match(call, descriptor);
+    Descriptor matched = descriptor;
+    matched.key.algorithm = hash_of(algorithm);
+    exchange.match(call, matched);
     const PieceList pieces(operations);
     return allreduce_by_plan(exchange, call, operations, pieces, algorithm);
   }

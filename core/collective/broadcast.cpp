@@ -23,6 +23,7 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
   const CrossingAlgorithm algorithm =
       exchange.plans().algorithm(exchange.transport(), Collective::kBroadcast, bytes, Order::kAny);
   if (!algorithm.staged) {
+    operation.descriptor.key.algorithm = hash_of(algorithm);
     exchange.match(call, operation.descriptor);
     std::vector<Piece> blocks(static_cast<std::size_t>(exchange.size()));
     blocks[static_cast<std::size_t>(root)] = {operation.input, is_root ? nullptr : operation.output, bytes};

@@ -48,7 +48,9 @@ struct MatchKey {
   ReduceOp op = ReduceOp::kSum;
   CommDtype comm_dtype = CommDtype::kDefault;  ///< never the default in an allreduce of float32
   Order order = Order::kDefault;               ///< never the default in what reduces
-  std::array<std::uint8_t, 3> unused{};
+  std::uint8_t unused = 0;
+  /// Of how it crosses hosts (hash_of in plan/crossing_algorithm.h); 0: by rounds.
+  std::uint16_t algorithm = 0;
 };
 static_assert(sizeof(MatchKey) == 56, "compared as bytes: no padding");
 

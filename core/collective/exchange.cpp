@@ -99,7 +99,12 @@ void Exchange::throw_mismatch(const OperationCall& call) const {
     text += (first ? "" : "; ") + names_of(ranks) + " asked for " + what;
     first = false;
   }
-  if (asked.size() == 1) text += " (names alike at the start, but different in all their length)";
+  const auto algorithm = [this](int peer) { return descriptor(peer).key.algorithm; };
+  bool is_alike = true;
+  for (int peer = 1; peer < size(); ++peer) is_alike = is_alike && algorithm(peer) == algorithm(0);
+  if (asked.size() == 1)
+    text += is_alike ? " (names alike at the start, but different in all their length)"
+                     : ", by different algorithms: all ranks need the same tuning, mode and settings";
   text +=
       ". Every rank has to issue the same operations in the same order; look for a branch, a shape or a "
       "loop length that depends on the rank. (raised on " +

@@ -76,6 +76,7 @@ void allgather(Exchange& exchange, const OperationCall& call, Operation& operati
     if (!traits_of(operation.descriptor).has_array) return CrossingAlgorithm{.staged = true};
     return exchange.plans().algorithm(exchange.transport(), Collective::kAllgather, piece, Order::kAny);
   };
+  operation.descriptor.key.algorithm = exchange.plans().allgather_rules();
   // The longest piece decides, which is not known yet: what this one would go by may differ.
   const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
   StagedCopy copy(exchange, call, outgoing, operation.descriptor.bytes);

@@ -88,6 +88,7 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   const bool may_be_direct = exchange.transport().shares_memory() && descriptor.bytes > kDirectScatterFrom;
   const CrossingAlgorithm algorithm = exchange.plans().algorithm(
       exchange.transport(), Collective::kReduceScatter, descriptor.bytes, descriptor.key.order);
+  operation.descriptor.key.algorithm = hash_of(algorithm);
   exchange.match(call, descriptor, [&] {
     if (algorithm.staged && !(may_be_direct && descriptor.input_region != 0)) staged.stage_first();
   });

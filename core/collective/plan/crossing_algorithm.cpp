@@ -6,6 +6,7 @@
 
 #include "base/cache.h"
 #include "base/error.h"
+#include "collective/descriptor.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -59,6 +60,13 @@ CrossingAlgorithm parse_algorithm(std::string_view text) {
 std::string algorithm_name(const CrossingAlgorithm& algorithm) {
   if (algorithm.staged) return std::string(kRounds);
   return (algorithm.whole ? std::string(kWhole) : "") + format_mode(algorithm.mode);
+}
+
+std::uint16_t hash_of(const CrossingAlgorithm& algorithm) {
+  if (algorithm.staged) return 0;
+  std::uint64_t hash = hash_name(algorithm_name(algorithm)) + algorithm.segment;
+  hash ^= hash >> 32U;
+  return static_cast<std::uint16_t>((hash ^ hash >> 16U) | 1U);
 }
 
 std::vector<Range> block_segments(std::span<const std::size_t> blocks, std::size_t staging_bytes,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
@@ -26,6 +27,9 @@ struct CrossingAlgorithm {
 MULTIRING_API CrossingAlgorithm parse_algorithm(std::string_view text);
 /// "rounds", or the mode: what it is called in tables, and read back.
 MULTIRING_API std::string algorithm_name(const CrossingAlgorithm& algorithm);
+
+/// Of mode and segment, for ranks to compare; 0: rounds.
+MULTIRING_API std::uint16_t hash_of(const CrossingAlgorithm& algorithm);
 
 /// Reads 4096, 64K, 1M or 1G (factors of 1024). Raises a usage error.
 MULTIRING_API std::size_t parse_bytes(std::string_view text);

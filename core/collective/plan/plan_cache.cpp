@@ -106,6 +106,9 @@ void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
     require_rules_that_fit(tuning, transport);
   }
   tuning_ = std::move(tuning);
+  allgather_rules_ = 0;
+  if (!transport.shares_memory() && (tuning_.costs() || !tuning_.rules().empty()))
+    allgather_rules_ = hash_of(tuning_, Collective::kAllgather);
   table_.reset();
   quickest_.clear();
 }

@@ -52,6 +52,9 @@ class MULTIRING_API PlanCache {
   /// between hosts bits may not depend on the size, so rules do not count there. The same on all ranks.
   CrossingAlgorithm algorithm(const Transport& transport, Collective collective, std::size_t bytes,
                               Order order, bool rounded = false);
+  /// A hash of what an allgather goes by, whose algorithm is not known before ranks are matched; 0: no
+  /// tuning.
+  std::uint16_t allgather_rules() const { return allgather_rules_; }
   /// The table of algorithms of a collective of float32, with the one that is used as the chosen one.
   std::vector<AlgorithmRow> rows(const Transport& transport, Collective collective, std::size_t bytes,
                                  Order order);
@@ -78,6 +81,7 @@ class MULTIRING_API PlanCache {
   Cluster cluster_;  // empty: not yet found
   std::optional<CrossingAlgorithm> forced_;
   Tuning tuning_;
+  std::uint16_t allgather_rules_ = 0;
   std::optional<AlgorithmTable> table_;
   // By class of sizes.
   std::map<std::tuple<Collective, std::size_t, Order, bool>, CrossingAlgorithm> quickest_;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "collective/descriptor.h"
 
 namespace multiring {
 namespace {
@@ -76,6 +77,16 @@ const CrossingAlgorithm* Tuning::rule(Collective collective, std::size_t bytes) 
     return rule.collective == collective && rule.min_bytes <= bytes && bytes <= rule.max_bytes;
   });
   return found == rules_.end() ? nullptr : &found->algorithm;
+}
+
+std::uint16_t hash_of(const Tuning& tuning, Collective collective) {
+  std::string text = tuning.costs_text();
+  for (const Tuning::Rule& rule : tuning.rules())
+    if (rule.collective == collective)
+      text += " " + std::to_string(rule.min_bytes) + "-" + std::to_string(rule.max_bytes) + " " +
+              std::to_string(hash_of(rule.algorithm));
+  const std::uint64_t hash = hash_name(text);
+  return static_cast<std::uint16_t>(hash ^ hash >> 16U ^ hash >> 32U ^ hash >> 48U);
 }
 
 std::string Tuning::costs_text() const {

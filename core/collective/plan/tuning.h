@@ -51,4 +51,7 @@ class MULTIRING_API Tuning {
   std::optional<JobCosts> costs_;
 };
 
+/// Of what decides how a collective runs, for ranks to compare.
+MULTIRING_API std::uint16_t hash_of(const Tuning& tuning, Collective collective);
+
 }  // namespace multiring

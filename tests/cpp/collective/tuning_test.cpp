@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "collective/kinds.h"
 #include "collective/plan/plan_cache.h"
 #include "support/errors.h"
 #include "support/operations.h"
@@ -280,6 +281,29 @@ TEST(Schedules, TheOneUnusedForLongestIsDropped) {
     EXPECT_NE(schedule(1, parse_mode("2x2d")), first) << "another mode has another schedule";
     EXPECT_TRUE(third.expired());
   });
+}
+
+// Ranks that would wait for messages that no rank sends.
+TEST(Tuning, RanksThatWouldRunDifferentAlgorithmsAreToldSo) {
+  for (const OpKind kind :
+       {OpKind::kAllreduce, OpKind::kReduceScatter, OpKind::kAllgather, OpKind::kBroadcast})
+    for (const char* const other : {"rounds", "2px2c"}) {
+      SCOPED_TRACE(traits_of(kind).name + std::string(" by ") + other);
+      RankGroup group(two_by_two(256 * 1024));
+      expect_all_raised(group.outcomes([&](Communicator& communicator) {
+        const std::string algorithm = communicator.rank() == 1 ? other : "2px2p";
+        const std::string rule =
+            kind == OpKind::kAllreduce ? "0- " : std::string(traits_of(kind).name) + " 0- ";
+        communicator.set_tuning(rule + algorithm);
+        std::vector<float> data(10'000, 1.0F);
+        std::vector<float> result(40'000);
+        Request request{.kind = kind, .rows = data.size(), .input = data.data()};
+        if (kind == OpKind::kAllreduce || kind == OpKind::kBroadcast) request.output = result.data();
+        if (kind == OpKind::kBroadcast) request.root = 0;
+        perform(communicator, request);
+      }),
+                        ErrorKind::kMismatch, "by different algorithms");
+    }
 }
 
 }  // namespace
