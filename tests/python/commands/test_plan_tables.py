@@ -38,3 +38,10 @@ def test_json_has_the_same_rows() -> None:
 
 def test_one_host_has_nothing_to_choose() -> None:
     assert "algorithms across hosts need several hosts" in refused("plan", "--hosts", "1x4", "--explain")
+
+
+def test_rounds_alone() -> None:
+    cluster = ("--hosts", "3x2", "--bytes", "100K")
+    row = next(line for line in printed(*cluster).splitlines() if line.startswith("rounds "))
+    *_, alone = printed(*cluster, "--mode", "rounds").splitlines()
+    assert alone.split() == row.split()

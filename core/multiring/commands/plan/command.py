@@ -23,6 +23,7 @@ _MAX_EXPLAINED_RANKS = 1 << 11
 # Sums over all ranks have to fit into 64 bits.
 _MAX_BYTES = 1 << 45
 
+_ROUNDS = "rounds"
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
 
@@ -129,7 +130,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="M",
         help="ranks within a host x near hosts x far hosts ...; a letter after a number forces an algorithm: "
-        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d [automatic]",
+        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d; or rounds, without a plan [automatic]",
     )
     plan.add_argument(
         "--segment", type=units.size, default=0, metavar="B", help="bytes of a pipelined piece [automatic]"
@@ -144,11 +145,13 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Chooses the plan and prints it. Raises UsageError for a mode that does not fit the cluster."""
+    by_rounds = args.mode == _ROUNDS  # which are no plan, so the table has all that there is to say
     prediction = predict(args)
     if args.json:
-        explained = {"algorithms": rows_as_json(prediction)} if args.explain else {}
-        print(json.dumps(as_json(prediction) | explained, indent=2))
-    elif args.explain:
+        explained = {"algorithms": rows_as_json(prediction)} if args.explain or by_rounds else {}
+        planned = {"hosts": prediction.cluster.ranks} if by_rounds else as_json(prediction)
+        print(json.dumps(planned | explained, indent=2))
+    elif args.explain or by_rounds:
         print(rows_as_text(prediction))
     else:
         print(as_text(prediction), draw(prediction.cluster.ranks, prediction.plan), sep="\n\n")
@@ -167,7 +170,7 @@ def predict(args: argparse.Namespace) -> Prediction:
     )
     model = native.CostModel()
     model.dimensions = [native.LinkCost(latency, rate) for rate, latency in args.links]
-    if args.explain and cluster.size > _MAX_EXPLAINED_RANKS:
+    if (args.explain or args.mode == _ROUNDS) and cluster.size > _MAX_EXPLAINED_RANKS:
         _refuse(f"algorithms are compared for at most {_MAX_EXPLAINED_RANKS} ranks: leave --explain out")
     request = native.PlanRequest()
     itemsize = native.dtype_size(args.dtype)
@@ -175,7 +178,7 @@ def predict(args: argparse.Namespace) -> Prediction:
         _refuse(f"--bytes and --segment may be up to {_MAX_BYTES >> 40} TiB")
     request.dtype = args.dtype
     request.count = -(-args.nbytes // itemsize)
-    request.mode = args.mode
+    request.mode = "" if args.mode == _ROUNDS else args.mode
     request.segment = -(-args.segment // itemsize)
     request.order = args.order
     request.collective = args.collective
@@ -186,6 +189,7 @@ def predict(args: argparse.Namespace) -> Prediction:
             f"--links has {len(args.links)} links, but mode {plan.mode} has {across} across hosts: name the "
             "dimensions by --mode"
         )
+    rows = native.algorithm_table(cluster, request, model) if args.explain or args.mode == _ROUNDS else []
     return Prediction(
         cluster=cluster,
         interfaces=interfaces,
@@ -195,7 +199,7 @@ def predict(args: argparse.Namespace) -> Prediction:
         seconds=native.predict_plan(plan, model),
         limit=native.plan_limit(plan, model),
         step_seconds=native.predict_steps(plan, model),
-        algorithms=native.algorithm_table(cluster, request, model) if args.explain else (),
+        algorithms=[row for row in rows if args.mode != _ROUNDS or row.name == _ROUNDS],
     )
 
 
