@@ -77,7 +77,7 @@ void allgather(Exchange& exchange, const OperationCall& call, Operation& operati
     return exchange.plans().algorithm(exchange.transport(), Collective::kAllgather, piece, Order::kAny);
   };
   operation.descriptor.key.algorithm = exchange.plans().allgather_rules();
-  // The longest piece decides, which is not known yet: what this one would go by may differ.
+  // The longest piece decides, which is not known yet: that of this piece may differ.
   const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
   StagedCopy copy(exchange, call, outgoing, operation.descriptor.bytes);
   exchange.match(call, operation.descriptor, [&] {

@@ -93,6 +93,7 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
     if (color >= 0) in_steps(call, making, [&] { transport_->connect_subgroup(*group, call.waiting); });
     std::shared_ptr<Communicator> child;
     if (color >= 0) child = std::make_shared<Communicator>(std::move(group), std::move(child_options));
+    if (child != nullptr && members == own) child->exchange_.plans().share_choices(exchange_.plans());
     barrier(exchange_, call, operation);  // a rank that could not join its group raises here on all
     return child;
   } catch (...) {

@@ -31,14 +31,14 @@ Mode resolve(Mode mode, const Cluster& cluster, const PlanOptions& options) {
   return mode;
 }
 
-/// Blocks cross hosts at once, and whoever carries one holds all of it.
+/// Blocks cross hosts at once, and the rank that carries one holds all of it.
 void require_blocks(const Mode& mode) {
   const bool fits = mode.size() <= 2 && mode.front().algorithm == Algorithm::kPairwise &&
                     reducing_phase(*mode.back().algorithm) == Phase::kReduceScatter;
   if (!fits)
     throw_usage("mode " + format_mode(mode) +
                 " is for allreduces: others cross hosts in one dimension, by a pairwise exchange (p), a ring "
-                "(r) or a chain (c), and go by pairwise exchange within hosts");
+                "(r) or a chain (c), and use the pairwise exchange within hosts");
 }
 
 void require_canonical(const Mode& mode) {

@@ -21,7 +21,7 @@ struct CrossingAlgorithm {
   std::size_t segment = 0;  ///< bytes of the array that a plan takes at once; 0: plan_segment_bytes()
 };
 
-/// Reads "rounds", or a mode (of an allreduce where a reduce-scatter goes by its plan: allreduce:4px2d),
+/// Reads "rounds", or a mode (a reduce-scatter also that of an allreduce: allreduce:4px2d),
 /// which may be followed by the bytes of a segment (4px2d/65536, 4px2d/64K). Raises a usage error that shows
 /// the text and what is wrong with it.
 MULTIRING_API CrossingAlgorithm parse_algorithm(std::string_view text);

@@ -105,12 +105,15 @@ void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
     cluster_ = cluster_of(transport);
     require_rules_that_fit(tuning, transport);
   }
+  if (tuning.costs_text() != tuning_.costs_text()) choices_ = std::make_shared<Choices>();
   tuning_ = std::move(tuning);
   allgather_rules_ = 0;
   if (!transport.shares_memory() && (tuning_.costs() || !tuning_.rules().empty()))
     allgather_rules_ = hash_of(tuning_, Collective::kAllgather);
-  table_.reset();
-  quickest_.clear();
+}
+
+void PlanCache::share_choices(const PlanCache& other) {
+  if (tuning_.costs_text() == other.tuning_.costs_text()) choices_ = other.choices_;
 }
 
 AlgorithmTable PlanCache::table(const Transport& transport) const {
@@ -151,15 +154,17 @@ CrossingAlgorithm PlanCache::algorithm(const Transport& transport, Collective co
       rule != nullptr)
     return *rule;
   const std::size_t most = class_of(bytes);
-  const auto found = quickest_.find({collective, most, order, rounded});
-  if (found != quickest_.end()) return found->second;
-  if (!table_) table_ = table(transport);
+  const std::lock_guard lock(choices_->mutex);
+  const auto found = choices_->quickest.find({collective, most, order, rounded});
+  if (found != choices_->quickest.end()) return found->second;
+  if (!choices_->table) choices_->table.emplace(table(transport));
   // As for float32 of so many bytes; sums of narrower types are wider on their way.
   PlanOptions options = collective_options(collective, most / sizeof(float), transport.size());
   options.order = order;
   options.rounded = rounded;
   if (rounded) options.dtype = DType::kBFloat16;
-  return quickest_.emplace(std::tuple(collective, most, order, rounded), table_->quickest(options))
+  return choices_->quickest
+      .emplace(std::tuple(collective, most, order, rounded), choices_->table->quickest(options))
       .first->second;
 }
 

@@ -4,6 +4,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <tuple>
@@ -47,12 +48,14 @@ class MULTIRING_API PlanCache {
   void force(CrossingAlgorithm algorithm, const Transport& transport);
   /// Replaces the tuning. Raises a usage error where a rule does not fit the ranks or the links.
   void set_tuning(Tuning tuning, const Transport& transport);
+  /// Uses, and adds to, what the other one has chosen, if that has the same costs; it is of the same ranks.
+  void share_choices(const PlanCache& other);
   /// Of a collective of so many bytes (an allgather: the longest piece): what is forced (allreduces only), or
   /// what a rule of the tuning says, or else the quickest by the table of algorithms. Of what is rounded
   /// between hosts bits may not depend on the size, so rules do not count there. The same on all ranks.
   CrossingAlgorithm algorithm(const Transport& transport, Collective collective, std::size_t bytes,
                               Order order, bool rounded = false);
-  /// A hash of what an allgather goes by, whose algorithm is not known before ranks are matched; 0: no
+  /// A hash of what decides on an allgather, whose algorithm is not known before ranks are matched; 0: no
   /// tuning.
   std::uint16_t allgather_rules() const { return allgather_rules_; }
   /// The table of algorithms of a collective of float32, with the one that is used as the chosen one.
@@ -69,6 +72,13 @@ class MULTIRING_API PlanCache {
   const std::shared_ptr<std::vector<std::byte>>& workspace(std::size_t bytes);
 
  private:
+  /// What depends on ranks and costs alone. Counting what plans do takes long among many ranks.
+  struct Choices {
+    std::mutex mutex;
+    std::optional<AlgorithmTable> table;
+    // By class of sizes.
+    std::map<std::tuple<Collective, std::size_t, Order, bool>, CrossingAlgorithm> quickest;
+  };
   using Kept = std::pair<Request, std::shared_ptr<const RankSchedule>>;
 
   AlgorithmTable table(const Transport& transport) const;
@@ -82,9 +92,7 @@ class MULTIRING_API PlanCache {
   std::optional<CrossingAlgorithm> forced_;
   Tuning tuning_;
   std::uint16_t allgather_rules_ = 0;
-  std::optional<AlgorithmTable> table_;
-  // By class of sizes.
-  std::map<std::tuple<Collective, std::size_t, Order, bool>, CrossingAlgorithm> quickest_;
+  std::shared_ptr<Choices> choices_ = std::make_shared<Choices>();
   std::list<Kept> recent_;  // most recently used first
   std::map<Request, std::list<Kept>::iterator> index_;
   std::shared_ptr<std::vector<std::byte>> workspace_;

@@ -283,6 +283,29 @@ TEST(Schedules, TheOneUnusedForLongestIsDropped) {
   });
 }
 
+TEST(Tuning, ChoicesAreSharedAtTheSameCostsOnly) {
+  RankGroup group(two_by_two(256 * 1024));
+  group.run_transports([](const std::shared_ptr<Transport>& transport) {
+    const auto is_staged = [&](PlanCache& plans) {
+      return plans.algorithm(*transport, Collective::kAllreduce, 128 << 10, Order::kCanonical).staged;
+    };
+    const Tuning far_hosts = Tuning::parse("costs latency=1");
+    PlanCache first;
+    PlanCache second;
+    PlanCache third;
+    second.set_tuning(far_hosts, *transport);
+    second.share_choices(first);
+    third.share_choices(first);
+    EXPECT_FALSE(is_staged(first));
+    EXPECT_TRUE(is_staged(second));
+    third.set_tuning(far_hosts, *transport);
+    EXPECT_TRUE(is_staged(third));
+    EXPECT_FALSE(is_staged(first));
+    third.share_choices(second);
+    EXPECT_TRUE(is_staged(third));
+  });
+}
+
 // Ranks that would wait for messages that no rank sends.
 TEST(Tuning, RanksThatWouldRunDifferentAlgorithmsAreToldSo) {
   for (const OpKind kind :
