@@ -47,6 +47,7 @@ class MULTIRING_API Hierarchy {
   virtual WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) = 0;
   virtual bool done(Ticket ticket) const = 0;
   virtual void give_up(std::span<const Ticket> tickets) = 0;
+  virtual bool outlasts_give_up() const = 0;
   virtual void keep(std::shared_ptr<const void> memory) = 0;
 };
 

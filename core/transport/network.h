@@ -86,7 +86,9 @@ class MULTIRING_API Network {
   virtual void give_up(std::span<const Ticket> tickets) = 0;
   /// Sends and receives what it can without waiting.
   virtual void progress() = 0;
-  /// Memory of messages, for networks that may access it even after `give_up`: they keep it that long.
+  /// Whether it may access the memory of a message even after `give_up`.
+  virtual bool outlasts_give_up() const { return false; }
+  /// Memory of messages, for networks that do: they keep it that long.
   virtual void keep(std::shared_ptr<const void>) {}
 
   /// Propagates an error: the waits of this rank and of all that it is connected with, directly or through

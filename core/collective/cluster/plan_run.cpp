@@ -124,8 +124,35 @@ void PlanRun::publish(std::size_t index) {
   const InFlightSegment& finished = in_flight(index);
   const RankSchedule& schedule = *finished.schedule;
   if (schedule.share.empty()) return;
-  copy_bytes(hierarchy_.staging(local_rank_) + segment_bytes_, finished.memory + schedule.result,
+  copy_bytes(hierarchy_.staging(local_rank_) + segment_bytes_, result_at(finished, schedule.share.begin),
              schedule.share.size() * carried_element_);
+}
+
+/// See the class. What is rounded has another type in the arrays.
+void PlanRun::use_arrays(std::size_t index) {
+  InFlightSegment& current = in_flight(index);
+  current.input = nullptr;
+  current.output = nullptr;
+  if (collective_ != Collective::kAllreduce || rounded_ || hierarchy_.outlasts_give_up()) return;
+  const std::optional<Piece> piece = pieces_.piece_of(array_cursor_, segments_[index].range);
+  if (!piece) return;
+  if (local_ranks_.size() == 1) current.input = piece->input;
+  if (piece->output != nullptr) current.output = piece->output + current.schedule->share.begin * element_;
+}
+
+std::byte* PlanRun::at(const InFlightSegment& current, std::size_t offset) const {
+  const RankSchedule& schedule = *current.schedule;
+  const bool result =
+      offset >= schedule.result && offset - schedule.result < schedule.share.size() * carried_element_;
+  return current.output != nullptr && result ? current.output + (offset - schedule.result)
+                                             : current.memory + offset;
+}
+
+const std::byte* PlanRun::source_at(const InFlightSegment& current, std::size_t offset) const {
+  if (current.input == nullptr) return at(current, offset);
+  const std::size_t begin = current.schedule->host_sums[0].offset;
+  const bool own = offset >= begin && offset - begin < current.schedule->share.size() * carried_element_;
+  return own ? current.input + (offset - begin) : at(current, offset);
 }
 
 /// Adds this rank's share of what its host has staged, or takes this rank's own block, and sends it on.
@@ -133,12 +160,13 @@ void PlanRun::start(std::size_t index) {
   InFlightSegment& current = in_flight(index);
   current.schedule = segments_[index].schedule.get();
   const RankSchedule& schedule = *current.schedule;
+  use_arrays(index);
   if (!adds(collective_)) {
     pieces_.read(read_cursor_, bytes_of(index, schedule.block), result_at(current, schedule.block.begin));
     return post(current, 0);
   }
   if (local_ranks_.size() == 1) {
-    contribute(index, current.memory + schedule.host_sums[0].offset);
+    if (current.input == nullptr) contribute(index, current.memory + schedule.host_sums[0].offset);
     return post(current, 0);
   }
   for (const RankSchedule::Sum& sum : schedule.host_sums) {
@@ -180,8 +208,9 @@ void PlanRun::write_results(std::size_t index) {
                          result_at(finished, schedule.block.begin));
   for (std::size_t local_rank = 0; local_rank < local_ranks_.size(); ++local_rank) {
     const Range share = schedule.host_shares[local_rank];
-    const std::byte* const results = static_cast<int>(local_rank) == local_rank_
-                                         ? finished.memory + schedule.result
+    const bool own = static_cast<int>(local_rank) == local_rank_;
+    if (own && finished.output != nullptr) continue;
+    const std::byte* const results = own ? finished.memory + schedule.result
                                          : hierarchy_.staged(static_cast<int>(local_rank)) + segment_bytes_;
     const Range range = bytes_of(index, share);
     if (!rounded_) {
@@ -203,12 +232,12 @@ void PlanRun::post(InFlightSegment& current, std::size_t step) {
   current.peers.clear();
   for (const RankSchedule::Message& message : messages.receives) {
     const auto [offset, size] = message.parts[0];
-    current.tickets.push_back(hierarchy_.post_receive(message.peer, {current.memory + offset, size}));
+    current.tickets.push_back(hierarchy_.post_receive(message.peer, {at(current, offset), size}));
     current.peers.push_back(message.peer);
   }
   for (const RankSchedule::Message& message : messages.sends) {
     spans_.clear();
-    for (const auto [offset, size] : message.parts) spans_.push_back({current.memory + offset, size});
+    for (const auto [offset, size] : message.parts) spans_.push_back({source_at(current, offset), size});
     current.tickets.push_back(hierarchy_.post_send(message.peer, spans_));
     current.peers.push_back(message.peer);
   }
@@ -224,8 +253,8 @@ void PlanRun::add(const InFlightSegment& current, const RankSchedule::Join& join
   for (const RankSchedule::Sum& output : join.outputs) {
     parts_.clear();
     for (const RankSchedule::Sum& input : join.inputs)
-      if (is_part(input.node, output.node)) parts_.push_back({input.node, current.memory + input.offset});
-    std::byte* const to = current.memory + output.offset;
+      if (is_part(input.node, output.node)) parts_.push_back({input.node, source_at(current, input.offset)});
+    std::byte* const to = at(current, output.offset);
     if (rounded_)
       rounded_->join(parts_, output.node, to, join.range.size());
     else

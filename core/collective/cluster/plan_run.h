@@ -31,6 +31,11 @@ namespace multiring {
 /// All ranks keep this order, so messages between two of them match by order alone. A reduce-scatter shares
 /// no results within hosts, and an allgather or a broadcast stages and adds nothing.
 ///
+/// Where a segment of an allreduce is one range of an array, that range takes the place of the workspace: the
+/// results are received and added where they belong, and a rank that is alone on its host sends its
+/// contribution from where it is. Input and output may be the same: the result of an element comes, by plan,
+/// when its contribution has been sent and added.
+///
 /// With a half-precision comm_dtype the workspace and the results that a host shares are of that type; staged
 /// contributions stay float32.
 class PlanRun : Immovable {
@@ -57,6 +62,8 @@ class PlanRun : Immovable {
   struct InFlightSegment {
     const RankSchedule* schedule = nullptr;
     std::byte* memory = nullptr;
+    const std::byte* input = nullptr;  ///< in the place of host_sums; null: they are in `memory`
+    std::byte* output = nullptr;       ///< in the place of the results; null: they are in `memory`
     std::vector<Hierarchy::Ticket> tickets;
     std::vector<int> peers;  ///< of each ticket; receives come first
   };
@@ -71,10 +78,14 @@ class PlanRun : Immovable {
   void publish(std::size_t index);
   void start(std::size_t index);
   void write_results(std::size_t index);
+  void use_arrays(std::size_t index);
+  /// What a schedule has at an offset, to be written or read.
+  std::byte* at(const InFlightSegment& current, std::size_t offset) const;
+  const std::byte* source_at(const InFlightSegment& current, std::size_t offset) const;
   /// Where the results of an element of this rank's share are.
   std::byte* result_at(const InFlightSegment& current, std::size_t element) const {
     const RankSchedule& schedule = *current.schedule;
-    return current.memory + schedule.result + (element - schedule.share.begin) * carried_element_;
+    return at(current, schedule.result + (element - schedule.share.begin) * carried_element_);
   }
   /// Where elements of a segment are among the bytes of the pieces.
   Range bytes_of(std::size_t index, Range elements) const {
@@ -111,6 +122,7 @@ class PlanRun : Immovable {
   std::shared_ptr<std::vector<std::byte>> workspace_;
   std::vector<InFlightSegment> in_flight_;
   // Positions in the pieces.
+  std::size_t array_cursor_ = 0;
   std::size_t read_cursor_ = 0;
   std::size_t write_cursor_ = 0;
   std::vector<PartialSums::Part> parts_;

@@ -24,6 +24,16 @@ void PieceList::add(const Piece& piece) {
   ends_.push_back(bytes_);
 }
 
+std::optional<Piece> PieceList::piece_of(std::size_t& cursor, Range range) const {
+  std::optional<Piece> found;
+  for_each_share(cursor, range, [&](const Piece& piece, std::size_t offset, std::size_t, std::size_t bytes) {
+    if (bytes < range.size()) return;
+    const bool wanted = piece.output != nullptr;
+    found = {piece.input + offset, wanted ? piece.output + offset : nullptr, bytes};
+  });
+  return found;
+}
+
 void PieceList::read(std::size_t& cursor, Range range, std::byte* to) const {
   for_each_share(cursor, range,
                  [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {

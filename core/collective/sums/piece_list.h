@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -33,6 +34,9 @@ class PieceList : Immovable {
       begin = end;
     }
   }
+
+  /// The part of a piece that `range` is, or else nothing: it is parts of several.
+  std::optional<Piece> piece_of(std::size_t& cursor, Range range) const;
 
   /// Copies what is to be added, or what came out, between the pieces and memory of `range.size()` bytes.
   void read(std::size_t& cursor, Range range, std::byte* to) const;

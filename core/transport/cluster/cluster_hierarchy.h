@@ -42,6 +42,7 @@ class ClusterHierarchy final : public Hierarchy {
   WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override;
   bool done(Ticket ticket) const override { return network_->done(ticket); }
   void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
+  bool outlasts_give_up() const override { return network_->outlasts_give_up(); }
   void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }
 
   Network& network() const { return *network_; }

@@ -54,6 +54,7 @@ class MULTIRING_API MpiNetwork final : public Network {
   bool done(Ticket ticket) const override;
   void give_up(std::span<const Ticket> tickets) override;
   void progress() override;
+  bool outlasts_give_up() const override { return true; }
   void keep(std::shared_ptr<const void> memory) override;
   void abort(const Error& error) override;
   void relay(const AbortRecord& record) override;
