@@ -93,8 +93,10 @@ void allgather(Exchange& exchange, const OperationCall& call, Operation& operati
     return run_blocks(exchange, call, operation, Collective::kAllgather, blocks, chosen);
   }
   copy.set_longest(pieces.longest);
-  const bool all_have_staged = std::ranges::all_of(
-      pieces.rows, [&](std::uint64_t rows) { return algorithm(rows * pieces.row_bytes).staged; });
+  const bool all_have_staged = std::ranges::all_of(pieces.rows, [&](std::uint64_t rows) {
+    const std::size_t piece = rows * pieces.row_bytes;
+    return piece == pieces.longest || algorithm(piece).staged;
+  });
   if (!all_have_staged) exchange.next(call, [&] { copy.stage_first(); });
   copy.run(incoming);
 }

@@ -256,8 +256,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "order",
         "canonical or any",
-        "In which order allreduces that do not say add: any lets rings run, and gives up bits that are the "
-        "same wherever ranks are (docs/tuning.md).",
+        "In which order allreduces and reduce-scatters that do not say add: any lets rings run, and gives up "
+        "bits that are the same wherever ranks are (docs/tuning.md).",
         _choice("canonical", "any"),
     ),
     Variable(

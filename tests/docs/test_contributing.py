@@ -24,11 +24,11 @@ void rotate(Exchange& exchange, const OperationCall& call, Operation& operation)
   const auto size = static_cast<std::size_t>(exchange.size());
   const std::size_t bytes = operation.descriptor.bytes;
   const StagedCopy::Outgoing outgoing[] = {{operation.input, bytes}};
-  StagedCopy copy(exchange, call, outgoing);
+  StagedCopy copy(exchange, call, outgoing, bytes);
   exchange.match(call, operation.descriptor, [&] { copy.stage_first(); });
   std::vector<StagedCopy::Incoming> incoming(size);
   incoming[(static_cast<std::size_t>(exchange.rank()) + size - 1) % size] = {operation.output, bytes};
-  copy.run(incoming, bytes);
+  copy.run(incoming);
 }
 
 }  // namespace multiring

@@ -38,6 +38,7 @@ array = np.ones(int(sys.argv[1]), np.float32)
 operations = {
     "allreduce": lambda: comm.allreduce(array),
     "broadcast": lambda: comm.broadcast(array, 0),
+    "reduce_scatter": lambda: comm.reduce_scatter(array),
     "split": lambda: comm.split(0).close(),
     "named_queue": lambda: comm.named_queue().close(),
 }
@@ -150,6 +151,8 @@ assert comm.allreduce(x, order="any").tobytes() == total.tobytes()
 assert (comm.broadcast(x, 1) == np.arange(300_000.0) + 1).all()
 assert comm.allgather(x[:100_001]).size == comm.size * 100_001
 assert comm.allgather_object(comm.rank) == list(range(comm.size))
+block = np.array_split(total, comm.size)[comm.rank].tobytes()
+assert comm.reduce_scatter(x).tobytes() == comm.reduce_scatter(x, order="any").tobytes() == block
 assert comm.named_queue().allreduce(x[:7], name="x").tobytes() == total[:7].tobytes()
 half = comm.split(comm.rank // 2)
 assert half.allreduce(np.ones(3)).tolist() == [2, 2, 2]
@@ -182,10 +185,15 @@ def test_a_loss_is_told_from_neighbour_to_neighbour(
     they cannot), and a host that is cut off."""
     hosts, layout = emulate(4, None, cables), [1] * 4
     env = {"MULTIRING_HOST_LINKS": cables, "MULTIRING_INTERFACES": hosts.cables_network()}
-    kinds = ((SMALL, "canonical"), (LARGE, "canonical"), (LARGE, "any"), (LARGE, "canonical"))
+    kinds = (
+        (SMALL, "canonical", "allreduce"),
+        (LARGE, "canonical", "allreduce"),
+        (LARGE, "any", "reduce_scatter"),
+        (LARGE, "canonical", "allreduce"),
+    )
     jobs = [
-        start(hosts, layout, LOOP, count, "allreduce", job=job, MULTIRING_ORDER=order, **env)
-        for job, (count, order) in enumerate(kinds)
+        start(hosts, layout, LOOP, count, operation, job=job, MULTIRING_ORDER=order, **env)
+        for job, (count, order, operation) in enumerate(kinds)
     ]
     for ranks in jobs[:3]:
         await_running(ranks)
