@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -24,8 +25,8 @@ struct MailboxMemory {
   std::size_t chunk_bytes = 0;
 };
 
-/// Point-to-point messages with ranks of other hosts: chunks on one channel, and acknowledgements that they
-/// have been read on another.
+/// Point-to-point messages with ranks of other hosts: chunks (kChunks), and acknowledgements that they have
+/// been read (kAcks).
 ///
 /// If the network makes links on demand, two ranks are connected when one of them first sends to the other or
 /// waits for it. A send has left when the peer has accepted the connection, which any of its waits does.
@@ -35,13 +36,11 @@ struct MailboxMemory {
 /// drives the network for all. `mutex_` guards what was posted.
 class RemoteMessages {
  public:
-  static constexpr int kChannels = 2;
+  /// `peers`: the ranks of other hosts; the network, which has to outlive it, is connected with them on the
+  /// links of `links_of` unless it makes links on demand.
+  RemoteMessages(Network& network, int rank, const std::vector<int>& peers, MailboxMemory memory);
 
-  /// `peers`: the ranks of other hosts; the network is connected with them unless it makes links on demand.
-  RemoteMessages(std::unique_ptr<Network> network, int rank, const std::vector<int>& peers,
-                 MailboxMemory memory);
-
-  Network& network() const { return *network_; }
+  static std::array<Network::Link, 2> links_of(int peer);
   void send(int destination, std::uint64_t chunk, std::size_t bytes);
   void acknowledge(int source, std::uint64_t chunk);
   /// Wait until `ready`, which a chunk from `source`, or an acknowledgement of `destination`, makes true.
@@ -49,9 +48,9 @@ class RemoteMessages {
   WaitResult await_ack(int destination, const std::function<bool()>& ready, const WaitOptions& waiting);
   /// Waits until all that was sent to `destination` has left.
   WaitResult await_sent(int destination, const WaitOptions& waiting);
-  /// Makes progress, unless another thread is doing it.
+  /// Handles what has come, unless another thread is doing it.
   void poll();
-  /// Says goodbye to the peers.
+  /// Nothing more is posted; before the network's.
   void leave();
 
  private:
@@ -87,7 +86,7 @@ class RemoteMessages {
                    const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& waiting);
   WaitResult drive(int rank, const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& slice);
 
-  std::unique_ptr<Network> network_;
+  Network& network_;
   int rank_;
   MailboxMemory memory_;
   ProgressLock progress_lock_;

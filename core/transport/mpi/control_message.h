@@ -10,7 +10,7 @@
 namespace multiring {
 
 /// Channels that a network over MPI may have.
-inline constexpr int kMpiChannels = 3;
+inline constexpr int kMpiChannels = 5;
 /// Tags of a network: one for each channel, then one for control messages.
 inline constexpr int kMpiTags = kMpiChannels + 1;
 inline constexpr int kMpiControlTag = kMpiChannels;

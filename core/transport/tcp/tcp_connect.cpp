@@ -92,41 +92,55 @@ void TcpNetwork::connect(std::span<const Link> links, const WaitOptions& waiting
   for (const Link& link : links) check_link(link);
   for (const Link& link : links)
     if (link.peer < options_.rank) look_up_address(link.peer, waiting);
-  std::list<ConnectAttempt> attempts;
-  struct CancelAll {
+  struct ForgetAtEnd {
     TcpNetwork& network;
-    const std::list<ConnectAttempt>& attempts;
-    ~CancelAll() {
+    const std::span<const Link> links;
+    ~ForgetAtEnd() {
       const std::lock_guard lock(network.mutex_);
-      for (const ConnectAttempt& attempt : attempts) network.acceptor_.cancel(attempt);
+      if (!network.all_linked(links)) network.forget_attempts(links);
     }
-  } const cancel_all{*this, attempts};
+  } const forget_at_end{*this, links};
+  std::uint64_t dropped = 0;
   {
     const std::lock_guard lock(mutex_);
     if (left_) throw left_error(ErrorKind::kInternal);
-    attempts = missing_attempts(links, false);
-    for (ConnectAttempt& attempt : attempts) acceptor_.connect(attempt);
+    dropped = attempts_dropped_;
+    open_missing(links, false);
   }
   std::optional<Error> error;
   const WaitResult result = drive(waiting, [&](WaitResult*) {
     if (all_linked(links)) return true;
-    error = find_error(links, attempts, waiting);
+    if (std::exchange(dropped, attempts_dropped_) != dropped) open_missing(links, false);
+    error = find_error(links, waiting);
     return error.has_value();
   });
   if (result.outcome == WaitResult::Outcome::kCancelled)
     throw Error(ErrorKind::kAborted, "connecting was cancelled: the communicator is being closed");
   if (result.ok() && !error) return;
-  const auto compose = [&] {
+  const auto compose = [&]() -> std::optional<Error> {
     const std::lock_guard lock(mutex_);
-    if (result.ok()) return find_error(links, attempts, waiting).value_or(*error);
-    return timeout_error(links, attempts, waiting);
+    if (all_linked(links)) return std::nullopt;  // another thread has driven on
+    if (error) return find_error(links, waiting).value_or(*error);
+    return timeout_error(links, waiting);
   };
-  error = compose();
+  std::optional<Error> composed = compose();
   // Looks up its host without the lock, so that the second text names it.
-  if (error->context().peer >= 0 && !host(error->context().peer).empty()) error = compose();
-  const std::lock_guard lock(mutex_);
+  if (composed && composed->context().peer >= 0 && !host(composed->context().peer).empty())
+    composed = compose();
+  if (composed) throw *composed;
+}
+
+void TcpNetwork::open_missing(std::span<const Link> links, bool of_both) {
+  for (std::list<ConnectAttempt> missing = missing_attempts(links, of_both); !missing.empty();) {
+    attempts_.splice(attempts_.end(), missing, missing.begin());
+    acceptor_.connect(attempts_.back());
+  }
+}
+
+void TcpNetwork::forget_attempts(std::span<const Link> links) {
+  drop_attempts([&](const ConnectAttempt& attempt) { return affects(attempt.info.server, links); });
+  ++attempts_dropped_;
   std::erase_if(rejections_, [&](const auto& rejection) { return affects(rejection.first, links); });
-  throw *error;
 }
 
 void TcpNetwork::check_link(const Link& link) const {

@@ -172,7 +172,7 @@ void TcpNetwork::abort(const Error& error) {
 void TcpNetwork::relay(const AbortRecord& record) {
   const std::lock_guard lock(mutex_);
   propagate_abort(record, nullptr);
-  poller_.wake();
+  wake_waits();
 }
 
 bool TcpNetwork::aborted(AbortRecord* record) const {
@@ -195,7 +195,7 @@ void TcpNetwork::leave() {
       for (const auto& connection : stream->connections())
         if (connection) connection->end_output();
   }
-  poller_.wake();
+  wake_waits();
 }
 
 // Peers take a rank that did not leave for dead.

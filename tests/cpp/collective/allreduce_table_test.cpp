@@ -55,7 +55,7 @@ TEST_P(AllreduceTable, CountsWhatTheBusiestRankSends) {
     std::vector<std::size_t> bytes(static_cast<std::size_t>(cluster.size()));
     group.run([&](Communicator& communicator) {
       communicator.set_tuning("0- " + row.name);
-      const SentCounters& counters = group.sent(communicator.rank());
+      const WatchedNetworks& counters = group.sent(communicator.rank());
       const SentCounter& counter = row.name == "rounds" ? counters.rounds : counters.plans;
       std::vector<float> data(count, 1.0F);
       const std::size_t before = counter.read().bytes;

@@ -1,10 +1,13 @@
 // Messages over TCP between ranks that are threads: sizes, channels, stripes, order.
 
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/errors.h"
 #include "support/network/tcp_group.h"
+#include "support/threads.h"
 
 namespace multiring {
 namespace {
@@ -86,6 +89,44 @@ TEST(TcpNetwork, StripesFollowTheWeights) {
     }
     for (const auto& weights : {std::vector<std::uint32_t>{1, 2}, {0, 0, 0, 0}})
       error_of(ErrorKind::kUsage, [&] { network.set_weights(peer, 0, weights); });
+  });
+}
+
+// Two threads of each rank, a channel each: so many turns would take minutes if a thread that does not drive
+// looked for its message now and then only.
+TEST(TcpNetwork, ThreadsThatWaitMakeProgressForEachOther) {
+  constexpr int kTurns = 1000;
+  TcpGroup group(2, 2);
+  group.run([](TcpNetwork& network) {
+    const int peer = 1 - network.rank();
+    in_threads(2, [&](int channel) {
+      Payload ball(1 + static_cast<std::size_t>(channel) * 100000);
+      for (int turn = 0; turn < kTurns / (1 + channel); ++turn) {
+        const bool serves = turn % 2 == network.rank();
+        const Network::Ticket ticket =
+            serves ? send(network, peer, channel, ball) : receive(network, peer, channel, ball);
+        ASSERT_TRUE(await(network, {ticket}).ok());
+      }
+    });
+  });
+}
+
+// The callback of a wait that drives; another thread's message comes meanwhile.
+TEST(TcpNetwork, CallbacksOfAWaitMayWait) {
+  TcpGroup group(2, 2);
+  group.run([](TcpNetwork& network) {
+    const int peer = 1 - network.rank();
+    Payload outer(1);
+    Payload inner(1);
+    bool called = false;
+    const std::function<void()> exchange = [&] {
+      if (std::exchange(called, true)) return;
+      ASSERT_TRUE(await(network, {send(network, peer, 1, outer), receive(network, peer, 1, inner)}).ok());
+      ASSERT_TRUE(await(network, {send(network, peer, 0, outer)}).ok());
+    };
+    const Tickets tickets = {receive(network, peer, 0, inner)};
+    EXPECT_TRUE(network.wait(tickets, wait_seconds(20).with_interrupt(exchange)).ok());
+    EXPECT_TRUE(called);
   });
 }
 
