@@ -7,7 +7,8 @@
 #include <string>
 
 #include "base/export.h"
-#include "transport/transport.h"
+#include "transport/abort_record.h"
+#include "transport/waiting.h"
 
 namespace multiring {
 

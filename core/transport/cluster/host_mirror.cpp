@@ -6,6 +6,7 @@
 
 #include "base/arithmetic/kernels/copy.h"
 #include "transport/cluster/channels.h"
+#include "transport/rounds.h"
 #include "transport/timed_wait.h"
 
 namespace multiring {
@@ -21,12 +22,12 @@ bool is_combined(const MirrorMessage& message, std::size_t bytes) {
 }  // namespace
 
 void set_following_bytes(std::byte* header, std::uint64_t bytes) {
-  std::memcpy(header + Transport::kUserHeaderBytes, &bytes, sizeof bytes);
+  std::memcpy(header + Rounds::kUserHeaderBytes, &bytes, sizeof bytes);
 }
 
 std::uint64_t following_bytes(const std::byte* header) {
   std::uint64_t bytes = 0;
-  std::memcpy(&bytes, header + Transport::kUserHeaderBytes, sizeof bytes);
+  std::memcpy(&bytes, header + Rounds::kUserHeaderBytes, sizeof bytes);
   return bytes;
 }
 
@@ -40,7 +41,7 @@ HostMirror::HostMirror(Network& network, const MirrorRoutes& routes, RoundMemory
       incoming.step = step;
       incoming.offset = offset;
       if (message.ranks.size() > 1)
-        offset += message.ranks.size() * Transport::kHeaderBytes + MirrorRoutes::kMaxCombined;
+        offset += message.ranks.size() * Rounds::kHeaderBytes + MirrorRoutes::kMaxCombined;
     }
   }
   for (std::size_t index = 0; index < incoming_.size(); ++index)
@@ -92,7 +93,7 @@ void HostMirror::receive_headers(Incoming& incoming) {
   incoming.part = Incoming::Part::kHeaders;
   incoming.next = 0;
   incoming.ticket =
-      network_.post_receive(incoming.message->peer, kRounds, {to, ranks.size() * Transport::kHeaderBytes});
+      network_.post_receive(incoming.message->peer, kRounds, {to, ranks.size() * Rounds::kHeaderBytes});
 }
 
 /// Of the first rank from incoming.next on that has any.
@@ -165,8 +166,8 @@ void HostMirror::handle_headers(Incoming& incoming) {
   if (message.ranks.size() > 1) {
     const std::byte* from = scratch_->data() + incoming.offset;
     for (const int rank : message.ranks) {
-      std::memcpy(memory_.header(rank, round_), from, Transport::kHeaderBytes);
-      from += Transport::kHeaderBytes;
+      std::memcpy(memory_.header(rank, round_), from, Rounds::kHeaderBytes);
+      from += Rounds::kHeaderBytes;
     }
   }
   const std::size_t bytes = staged_bytes(message);
@@ -182,13 +183,13 @@ void HostMirror::handle_headers(Incoming& incoming) {
     return receive_staging(incoming);
   }
   incoming.part = Incoming::Part::kCombined;
-  std::byte* const to = scratch_->data() + incoming.offset + message.ranks.size() * Transport::kHeaderBytes;
+  std::byte* const to = scratch_->data() + incoming.offset + message.ranks.size() * Rounds::kHeaderBytes;
   incoming.ticket = network_.post_receive(message.peer, kRounds, {to, bytes});
 }
 
 void HostMirror::handle_combined(Incoming& incoming) {
   const MirrorMessage& message = *incoming.message;
-  const std::byte* from = scratch_->data() + incoming.offset + message.ranks.size() * Transport::kHeaderBytes;
+  const std::byte* from = scratch_->data() + incoming.offset + message.ranks.size() * Rounds::kHeaderBytes;
   for (const int rank : message.ranks) {
     const std::size_t bytes = staged_bytes(rank);
     if (bytes == 0) continue;
@@ -226,7 +227,7 @@ void HostMirror::send(const MirrorMessage& message) {
   std::vector<Bytes> headers;
   std::vector<Bytes> staging;
   for (const int rank : message.ranks) {
-    headers.push_back({memory_.header(rank, round_), Transport::kHeaderBytes});
+    headers.push_back({memory_.header(rank, round_), Rounds::kHeaderBytes});
     if (const std::size_t bytes = staged_bytes(rank); bytes > 0)
       staging.push_back({memory_.staging(rank, round_), bytes});
   }

@@ -8,6 +8,7 @@
 
 #include "transport/cluster/channels.h"
 #include "transport/cluster/host_mirror.h"
+#include "transport/rounds.h"
 #include "transport/timed_wait.h"
 
 namespace multiring {
@@ -72,7 +73,7 @@ void RemoteMessages::post_header_receive(int source) {
   Peer& from = peer(source);
   from.has_header = false;
   from.chunk_receive = network_.post_receive(
-      source, kChunks, {memory_.header(source, rank_, from.chunk), Transport::kHeaderBytes});
+      source, kChunks, {memory_.header(source, rank_, from.chunk), Rounds::kHeaderBytes});
 }
 
 void RemoteMessages::post_ack_receive(int destination) {
@@ -90,7 +91,7 @@ void RemoteMessages::send(int destination, std::uint64_t chunk, std::size_t byte
 
 void RemoteMessages::post(int destination, std::uint64_t chunk, std::size_t bytes) {
   const std::span<const std::byte> head[] = {
-      {memory_.header(rank_, destination, chunk), Transport::kHeaderBytes}};
+      {memory_.header(rank_, destination, chunk), Rounds::kHeaderBytes}};
   const std::span<const std::byte> body[] = {{memory_.payload(rank_, destination, chunk), bytes}};
   std::vector<Ticket>& sends = peer(destination).sends;
   sends.push_back(network_.post_send(destination, kChunks, head));

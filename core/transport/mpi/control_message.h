@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "base/error.h"
-#include "transport/transport.h"
+#include "transport/abort_record.h"
 
 namespace multiring {
 
