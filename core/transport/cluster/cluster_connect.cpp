@@ -73,6 +73,9 @@ std::shared_ptr<ClusterTransport> ClusterTransport::make_world(std::shared_ptr<c
 ClusterTransport::~ClusterTransport() {
   if (messages_ != nullptr) ClusterTransport::leave();  // peers take who could not connect for dead
   progress_entry_.reset();
+  hierarchy_.reset();
+  messages_.reset();
+  mirror_.reset();
   network_.reset();
 }
 

@@ -32,7 +32,8 @@ WaitResult ClusterHierarchy::connect(std::span<const int> peers, const WaitOptio
     } catch (const Error& error) {
       // A lost peer ends the operation like any other wait.
       if (error.kind() != ErrorKind::kPeerLost || error.context().peer < 0) throw;
-      return WaitResult{WaitResult::Outcome::kPeerLost, error.context().peer};
+      const int peer = error.context().peer;
+      return WaitResult{WaitResult::Outcome::kPeerLost, peer, network_.ended(peer).peer_left};
     }
     return WaitResult{};
   });

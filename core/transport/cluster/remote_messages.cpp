@@ -16,7 +16,7 @@ namespace {
 
 using Outcome = WaitResult::Outcome;
 
-// How long the driving thread waits for its own message before it handles others, alone and with other
+// How long the handling thread waits for its own message before it handles others, alone and with other
 // threads waiting; and how often these check for their messages.
 constexpr double kTimeSlice = 0.02;
 constexpr double kSharedTimeSlice = 0.001;
@@ -163,7 +163,7 @@ WaitResult RemoteMessages::await(int rank, const std::function<bool()>& ready,
   }
 }
 
-/// A slice of the driving thread: makes the link, or waits for the first message that is not done.
+/// A slice of the handling thread: makes the link, or waits for the first message that is not done.
 WaitResult RemoteMessages::drive(int rank, const std::function<std::vector<Ticket>()>& tickets,
                                  const WaitOptions& slice) {
   if (!linked(rank)) {

@@ -33,7 +33,7 @@ struct MailboxMemory {
 ///
 /// Chunks are received as soon as any thread of this rank waits for one, so that two ranks that both send
 /// first do not block each other while mailboxes have room. Any thread may call. One of those that wait
-/// drives the network for all. `mutex_` guards what was posted.
+/// handles what has come for all (the handling thread). `mutex_` guards what was posted.
 class RemoteMessages {
  public:
   /// `peers`: the ranks of other hosts; the network, which has to outlive it, is connected with them on the
@@ -70,7 +70,7 @@ class RemoteMessages {
   };
 
   Peer& peer(int rank) { return (*peers_)[static_cast<std::size_t>(rank)]; }
-  /// Starts to use links that peers have made. For the driving thread.
+  /// Starts to use links that peers have made. For the handling thread.
   void open_new_links();
   void open_link(int rank);
   bool linked(int rank);
@@ -78,7 +78,7 @@ class RemoteMessages {
   void post_header_receive(int source);
   void post_ack_receive(int destination);
   bool release_if_done(Ticket ticket);
-  /// Handles all that has arrived. For the driving thread.
+  /// Handles all that has arrived. For the handling thread.
   void handle_arrivals();
   void handle_chunk(int source);
   /// `rank`: the peer that makes `ready` true.
@@ -92,7 +92,7 @@ class RemoteMessages {
   ProgressLock progress_lock_;
   std::atomic<int> waiting_{0};      // threads
   bool left_ = false;                // nothing may be posted
-  std::uint64_t links_version_ = 0;  // when links were last opened; the driving thread's
+  std::uint64_t links_version_ = 0;  // when links were last opened; the handling thread's
   std::mutex mutex_;
   std::shared_ptr<std::vector<Peer>> peers_;  // shared with the network: it holds messages
 };

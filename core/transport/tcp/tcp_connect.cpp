@@ -110,8 +110,8 @@ void TcpNetwork::connect(std::span<const Link> links, const WaitOptions& waiting
   std::optional<Error> error;
   const WaitResult result = drive(waiting, [&](WaitResult*) {
     if (all_linked(links)) return true;
-    if (std::exchange(dropped, attempts_dropped_) != dropped) open_missing(links, false);
-    error = find_error(links, waiting);
+    reopen_dropped(links, false, dropped);
+    error = find_error(links, false, waiting);
     return error.has_value();
   });
   if (result.outcome == WaitResult::Outcome::kCancelled)
@@ -120,7 +120,7 @@ void TcpNetwork::connect(std::span<const Link> links, const WaitOptions& waiting
   const auto compose = [&]() -> std::optional<Error> {
     const std::lock_guard lock(mutex_);
     if (all_linked(links)) return std::nullopt;  // another thread has driven on
-    if (error) return find_error(links, waiting).value_or(*error);
+    if (error) return find_error(links, false, waiting).value_or(*error);
     return timeout_error(links, waiting);
   };
   std::optional<Error> composed = compose();
@@ -137,10 +137,24 @@ void TcpNetwork::open_missing(std::span<const Link> links, bool of_both) {
   }
 }
 
+void TcpNetwork::reopen_dropped(std::span<const Link> links, bool of_both, std::uint64_t& dropped) {
+  if (dropped == attempts_dropped_) return;
+  dropped = attempts_dropped_;
+  open_missing(links, of_both);
+}
+
+// Other channels may need the control connection.
 void TcpNetwork::forget_attempts(std::span<const Link> links) {
-  drop_attempts([&](const ConnectAttempt& attempt) { return affects(attempt.info.server, links); });
+  drop_attempts([&](const ConnectAttempt& attempt) {
+    const bool failed = attempt.state == ConnectAttempt::State::kFailed;
+    return (failed || attempt.info.channel != ConnectionInfo::kControl) &&
+           concerns(attempt.info.server, attempt.info.channel, links);
+  });
   ++attempts_dropped_;
-  std::erase_if(rejections_, [&](const auto& rejection) { return affects(rejection.first, links); });
+  std::erase_if(rejections_, [&](const auto& rejection) {
+    return concerns(rejection.first, rejection.second.channel, links);
+  });
+  wake_waits();
 }
 
 void TcpNetwork::check_link(const Link& link) const {
@@ -305,16 +319,21 @@ bool TcpNetwork::needs_control(const Peer& peer) {
 
 // The server reports the reason, too.
 Verdict TcpNetwork::record_rejection(const ConnectionInfo& info, Verdict verdict) {
-  if (verdict != Verdict::kAccepted) rejections_[info.client] = verdict;
+  const bool of_all = verdict == Verdict::kOtherSettings;
+  if (verdict != Verdict::kAccepted)
+    rejections_[info.client] = {verdict, of_all ? ConnectionInfo::kControl : info.channel};
   return verdict;
 }
 
-// Whether an error of `rank` prevents any of `links`. A number out of range prevents all.
-bool TcpNetwork::affects(int rank, std::span<const Link> links) const {
+// Whether any of `links` lacks this channel of `rank`. A number out of range prevents all.
+bool TcpNetwork::concerns(int rank, int channel, std::span<const Link> links) const {
   return rank < 0 || rank >= options_.size ||
-         std::any_of(
-             links.begin(), links.end(),
-             [&](const Link& link) { return link.peer == rank && !is_linked(link); });
+         std::ranges::any_of(
+             links,
+             [&](const Link& link) {
+               return link.peer == rank && (channel == ConnectionInfo::kControl || channel == link.channel) &&
+                      !is_linked(link);
+             });
 }
 
 void TcpNetwork::on_connected(const ConnectionInfo& info, Descriptor socket, bool outgoing) {

@@ -36,15 +36,19 @@ Error TcpNetwork::aborted_error() const {
   return Error(abort_->kind, abort_->message, context);
 }
 
-std::optional<Error> TcpNetwork::find_error(std::span<const Link> links, const WaitOptions& waiting) const {
+std::optional<Error> TcpNetwork::find_error(std::span<const Link> links, bool of_both,
+                                            const WaitOptions& waiting) const {
   const double waited = waiting.deadline.elapsed();
   if (abort_) return aborted_error();
   if (left_) return left_error(ErrorKind::kAborted);
-  for (const auto& [rank, verdict] : rejections_)
-    if (affects(rank, links)) return rejection_error(rank_pair(rank, waited), verdict);
+  for (const auto& [rank, rejection] : rejections_)
+    if (concerns(rank, rejection.channel, links))
+      return rejection_error(rank_pair(rank, waited), rejection.verdict);
+  // What only the peer has to open may still come, though this rank's own attempts have failed.
   for (const ConnectAttempt& attempt : attempts_)
     if (attempt.state == ConnectAttempt::State::kFailed && !peer(attempt.info.server).left &&
-        affects(attempt.info.server, links))
+        (of_both || attempt.info.server < options_.rank) &&
+        concerns(attempt.info.server, attempt.info.channel, links))
       return attempt_error(rank_pair(attempt.info.server, waited), attempt);
   for (const Link& link : links) {
     const Peer& other = peer(link.peer);
@@ -65,7 +69,8 @@ std::optional<Error> TcpNetwork::find_error(std::span<const Link> links, const W
 Error TcpNetwork::timeout_error(std::span<const Link> links, const WaitOptions& waiting) const {
   const double waited = waiting.deadline.elapsed();
   for (const ConnectAttempt& attempt : attempts_)
-    if (attempt.state != ConnectAttempt::State::kDone && affects(attempt.info.server, links))
+    if (attempt.state != ConnectAttempt::State::kDone &&
+        concerns(attempt.info.server, attempt.info.channel, links))
       return error_between(ErrorKind::kTimeout, rank_pair(attempt.info.server, waited),
                            "waited for a connection to", ": " + attempt_progress(attempt));
   const auto missing =

@@ -33,7 +33,8 @@ bool is_unreachable(int error) {
 void TcpNetwork::check_timers() {
   drop_attempts([this](const ConnectAttempt& attempt) {
     return attempt.state == ConnectAttempt::State::kDone ||
-           (attempt.state == ConnectAttempt::State::kBackoff &&
+           ((attempt.state == ConnectAttempt::State::kBackoff ||
+             attempt.state == ConnectAttempt::State::kFailed) &&
             has_connection(attempt.info, attempt.info.server));
   });
   acceptor_.check_timers();

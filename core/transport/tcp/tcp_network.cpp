@@ -92,16 +92,14 @@ void TcpNetwork::handle_events() {
   poller_.dispatch();
   advance_connections();
   check_timers();
-  if (sleepers_ == 0) return;
   ++progress_version_;
-  progressed_.notify_all();
+  if (sleepers_ > 0) progressed_.notify_all();
 }
 
 void TcpNetwork::wake_waits() {
-  if (driven_) poller_.wake();
-  if (sleepers_ == 0) return;
   ++progress_version_;
-  progressed_.notify_all();
+  if (driven_) poller_.wake();
+  if (sleepers_ > 0) progressed_.notify_all();
 }
 
 // Where another thread drives it makes the progress.
@@ -208,12 +206,13 @@ Network::Ticket TcpNetwork::post_send(int rank, int channel,
   for (const auto part : parts) message.bytes += part.size();
   to.post_send(message);
   // At once: the peer may be waiting, and this rank may compute next.
+  bool all_open = true;
   for (const auto& connection : to.connections()) {
-    if (!connection->can_advance()) continue;
-    connection->advance();
+    connection->advance_output();
     if (connection->can_advance()) on_ready(*connection);
+    all_open = all_open && connection->open();
   }
-  wake_waits();  // it may have received their messages
+  if (!ready_connections_.empty() || !all_open) wake_waits();
   return message.ticket;
 }
 
@@ -243,7 +242,10 @@ void TcpNetwork::give_up(std::span<const Ticket> tickets) {
   for (const Ticket ticket : tickets) {
     Message* message = messages_.find(ticket);
     if (message == nullptr) continue;
-    if (message->pending()) peer(message->peer).streams.at(message->channel)->stop();
+    if (message->pending()) {
+      peer(message->peer).streams.at(message->channel)->stop();
+      wake_waits();
+    }
     messages_.release(*message);
   }
 }

@@ -151,13 +151,16 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
     return std::ranges::all_of(links, [this](const Link& link) { return is_linked(link); });
   }
   static bool needs_control(const Peer& peer);
-  bool affects(int rank, std::span<const Link> links) const;
+  bool concerns(int rank, int channel, std::span<const Link> links) const;
   std::string known_host(int rank) const;
   Error left_error(ErrorKind kind) const;
   Error aborted_error() const;
-  std::optional<Error> find_error(std::span<const Link> links, const WaitOptions& waiting) const;
+  std::optional<Error> find_error(std::span<const Link> links, bool of_both,
+                                  const WaitOptions& waiting) const;
   Error timeout_error(std::span<const Link> links, const WaitOptions& waiting) const;
-  /// Ends what is under way to connect `links`: a later call may retry.
+  /// Opens again what another thread has dropped since.
+  void reopen_dropped(std::span<const Link> links, bool of_both, std::uint64_t& dropped);
+  /// Ends what is under way to connect `links`, of this thread or another one: each may retry.
   void forget_attempts(std::span<const Link> links);
 
   Store* store_;
@@ -182,7 +185,11 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   std::list<ConnectAttempt> attempts_;  // not done, of all threads
   std::uint64_t attempts_dropped_ = 0;  // how often: who waits for one that is gone opens it again
   std::atomic<std::uint64_t> links_version_{0};
-  std::map<int, Verdict> rejections_;  // of clients, by rank
+  struct Rejection {
+    Verdict verdict = Verdict::kAccepted;
+    int channel = 0;  ///< kControl: of the whole peer
+  };
+  std::map<int, Rejection> rejections_;  // of clients, by rank
   bool left_ = false;
   Deadline delivery_ = Deadline::never();  // of what was sent before this rank left
 };

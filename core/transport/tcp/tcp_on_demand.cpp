@@ -4,7 +4,6 @@
 #include <list>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "transport/tcp/handshake/connect_errors.h"
 #include "transport/tcp/tcp_network.h"
@@ -46,12 +45,13 @@ WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Wait
     const bool closed = waiting.is_cancelled();
     if (closed) *found = {WaitResult::Outcome::kCancelled};
     if (abort_ || closed) return true;
-    if (std::exchange(dropped, attempts_dropped_) != dropped) open_missing(links, true);
-    error = find_error(links, waiting);
+    reopen_dropped(links, true, dropped);
+    error = find_error(links, true, waiting);
     return error.has_value();
   });
   if (!error) return result;
   const std::lock_guard lock(mutex_);
+  if (all_linked(links)) return {};  // another thread has driven on
   forget_attempts(links);
   if (error->kind() != ErrorKind::kPeerLost) throw *error;
   const int rank = error->context().peer;
