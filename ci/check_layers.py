@@ -32,6 +32,8 @@ INCLUDES = {
         "device/",
         "topology/",
         "transport/transport.h",
+        "transport/ranks.h",  # parts of it
+        "transport/rounds.h",
         "transport/hierarchy.h",
         "transport/cluster/mirror_routes.h",  # what an exchange sends, for its predicted cost
         "collective/",

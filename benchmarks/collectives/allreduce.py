@@ -18,6 +18,7 @@ from multiring.benchmarks.collectives.cases import (
     measure_cases,
 )
 from multiring.benchmarks.collectives.results import ALLREDUCE, LIMIT_BYTES, Report
+from multiring.benchmarks.collectives.tcp_streams import TcpStreams
 from multiring.benchmarks.contenders import Contender, Elsewhere, FloatArray, make_contenders
 from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.measure import Sum
@@ -46,6 +47,8 @@ what is measured:
                        rate of its links, headers not counted (TCP's share of a frame is 0.949)
   Gloo                 torch.distributed over Gloo (--peers gloo)
   Open MPI, MPICH ...  MPI_Allreduce of the library that mpi4py loads (--peers mpi)
+  TCP streams          as many bytes as every host has to send, by a plain TCP stream to the next host, while
+                       as many come from the one before; nothing is added (--tcp-streams)
   MPICH                the same beside Open MPI, in processes of its own that take the ranks' place for their
                        turns (--mpich)
 
@@ -87,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "it cannot be in one with Open MPI",
     )
     parser.add_argument(
+        "--tcp-streams",
+        action="store_true",
+        help="with --emulate: measure also what plain TCP streams between neighbouring hosts carry, as many "
+        "bytes as every host has to send",
+    )
+    parser.add_argument(
         "--comm-dtype",
         choices=("bfloat16", "float16"),
         help="measure also what crosses from host to host in half precision",
@@ -111,6 +120,10 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
     contenders: list[Contender[FloatArray] | Elsewhere] = [
         *make_contenders(comm, args.peers, args.comm_dtype, args.modes)
     ]
+    if args.tcp_streams:
+        if args.emulation is None:
+            raise UsageError("--tcp-streams is for hosts that are emulated: add --emulate")
+        contenders.append(TcpStreams(comm, args.emulation))
     mpich = None if args.mpich is None else _add_mpich(comm, contenders, args)
     task = Sum(comm.rank, comm.size)
     cases = [

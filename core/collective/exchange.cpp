@@ -14,7 +14,7 @@
 
 namespace multiring {
 
-static_assert(sizeof(Descriptor) <= Transport::kUserHeaderBytes);
+static_assert(sizeof(Descriptor) <= Rounds::kUserHeaderBytes);
 
 namespace {
 

@@ -59,7 +59,7 @@ PointToPoint::PointToPoint(Exchange& exchange)
     : exchange_(exchange),
       sent_(static_cast<std::size_t>(exchange.size())),
       received_(static_cast<std::size_t>(exchange.size())) {
-  static_assert(sizeof(Envelope) <= Transport::kUserHeaderBytes);
+  static_assert(sizeof(Envelope) <= Rounds::kUserHeaderBytes);
 }
 
 void PointToPoint::send(const OperationCall& call, const Operation& operation, std::int64_t tag) {
@@ -73,7 +73,7 @@ void PointToPoint::send(const OperationCall& call, const Operation& operation, s
   for (std::size_t segment = 0; segment < segments; ++segment) {
     const std::uint64_t chunk = ++mailbox.chunks;
     const std::uint64_t free_after =
-        chunk > Transport::kMailboxChunks ? chunk - Transport::kMailboxChunks : 0;
+        chunk > Mailboxes::kMailboxChunks ? chunk - Mailboxes::kMailboxChunks : 0;
     const WaitResult result = transport.await_read(destination, free_after, call.waiting);
     if (!result.ok()) throw_unsent(call, result, destination);
     if (segment == 0) {

@@ -8,7 +8,7 @@
 
 #include "base/export.h"
 #include "transport/network.h"
-#include "transport/transport.h"
+#include "transport/waiting.h"
 
 namespace multiring {
 

@@ -7,7 +7,8 @@
 #include <string>
 
 #include "base/export.h"
-#include "transport/transport.h"
+#include "transport/abort_record.h"
+#include "transport/waiting.h"
 
 namespace multiring {
 
@@ -22,9 +23,8 @@ namespace multiring {
 /// thread. A message may be sent before its receive is posted, and any number may be posted in both
 /// directions. What its receiver has not posted yet stays with the sender and in the kernel's buffers.
 ///
-/// One thread of a rank at a time connects, waits and makes progress. Any thread may post, and call `done`,
-/// `give_up`, `abort`, `aborted`, `leave`, `host`, `wake` and `abandon` at any time. A wait that sleeps may
-/// take a twentieth of a second to see what another thread has posted, unless that one calls `wake`.
+/// Any thread may call anything at any time, also from the callbacks of a wait. Threads that wait at the same
+/// time make progress for each other. A ticket is for one thread at a time.
 class MULTIRING_API Network {
  public:
   /// A message that was posted. Never 0.

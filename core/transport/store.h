@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 #include "base/export.h"
-#include "transport/transport.h"
+#include "transport/waiting.h"
 
 namespace multiring {
 

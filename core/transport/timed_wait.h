@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/deadline.h"
-#include "transport/transport.h"
+#include "transport/waiting.h"
 
 namespace multiring {
 

@@ -17,7 +17,7 @@ namespace multiring {
 /// have reached the round. It spreads until all that wait know of all that wait.
 ///
 /// Every rank has many neighbours, so that a straggler hardly ever separates others. A neighbour acknowledges
-/// each message before it gets the next one. For the thread that drives the network.
+/// each message before it gets the next one. For the thread that drives the rounds.
 class MULTIRING_API ArrivalGossip {
  public:
   struct Callbacks {

@@ -4,17 +4,15 @@
 #include <chrono>
 #include <cstdio>
 #include <numeric>
-#include <sstream>
 #include <thread>
 #include <utility>
 
 #include "base/host_links.h"
+#include "transport/cluster/channels.h"
 #include "transport/cluster/cluster_transport.h"
 
 namespace multiring {
 namespace {
-
-constexpr char kFieldEnd = '\0';
 
 const ClusterRank& rank_of(const ClusterContext& context, int world) {
   return context.ranks[static_cast<std::size_t>(world)];
@@ -54,9 +52,9 @@ ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context
   for (int other = 0; other < size(); ++other)
     if (is_remote(other)) remote_.push_back(other);
   find_links();
-  mirror_ = make_mirror(in_store, waiting);
-  unconnected_messages_ = make_network(RemoteMessages::kChannels, "messages", in_store, waiting);
-  hierarchy_ = make_hierarchy(in_store, waiting);
+  network_ = make_network(in_store, waiting);
+  mirror_ = make_mirror();
+  hierarchy_ = make_hierarchy(waiting);
 }
 
 std::shared_ptr<ClusterTransport> ClusterTransport::make_world(std::shared_ptr<const ClusterContext> context,
@@ -71,44 +69,37 @@ std::shared_ptr<ClusterTransport> ClusterTransport::make_world(std::shared_ptr<c
   return world;
 }
 
-// Networks first: they have receives posted in the memory of the host.
+// The network before the memory of the host, in which it has receives posted.
 ClusterTransport::~ClusterTransport() {
   if (messages_ != nullptr) ClusterTransport::leave();  // peers take who could not connect for dead
   progress_entry_.reset();
   hierarchy_.reset();
   messages_.reset();
   mirror_.reset();
+  network_.reset();
 }
 
-std::string ClusterTransport::network_name() const {
+std::unique_ptr<Network> ClusterTransport::make_network(bool in_store, const WaitOptions& waiting) const {
   char name[64];
   std::snprintf(name, sizeof name, "%016llx-%d", static_cast<unsigned long long>(own_tag_), world_[0]);
-  return name;
-}
-
-std::unique_ptr<Network> ClusterTransport::make_network(int channels, const std::string& purpose,
-                                                        bool in_store, const WaitOptions& waiting) const {
-  auto network =
-      context_->make_network(world_, rank(), channels, network_name() + "-" + purpose, in_store, waiting);
+  auto network = context_->make_network(world_, rank(), kClusterChannels, name, in_store, waiting);
   network->keep(memory());
   return network;
 }
 
 void ClusterTransport::connect(const WaitOptions& waiting) {
-  mirror_->network().connect(mirror_->links(), waiting);
-  if (!unconnected_messages_->links_on_demand()) {
-    std::vector<Network::Link> links;
+  std::vector<Network::Link> links = mirror_->links();
+  if (!network_->links_on_demand())
     for (const int other : remote_)
-      for (int channel = 0; channel < RemoteMessages::kChannels; ++channel) links.push_back({other, channel});
-    unconnected_messages_->connect(links, waiting);
-  }
+      for (const Network::Link& link : RemoteMessages::links_of(other)) links.push_back(link);
+  network_->connect(links, waiting);
   open_messages();
   // Errors of this group must not end the waits of other groups.
   const auto poll = [this] {
     try {
       poll_own();
     } catch (const Error& error) {
-      messages_->network().abort(error);
+      network_->abort(error);
     }
   };
   progress_entry_ = std::make_unique<ProgressRegistry::Entry>(context_->progress, poll);
@@ -152,7 +143,7 @@ const std::map<int, MirrorRoutes>& ClusterTransport::host_routes() const {
   return routes_;
 }
 
-std::unique_ptr<HostMirror> ClusterTransport::make_mirror(bool in_store, const WaitOptions& waiting) {
+std::unique_ptr<HostMirror> ClusterTransport::make_mirror() {
   MirrorRoutes routes = routes_of(rank());
   receivers_ = std::move(routes.receivers);
   RoundMemory memory;
@@ -162,8 +153,7 @@ std::unique_ptr<HostMirror> ClusterTransport::make_mirror(bool in_store, const W
   memory.gossip.has_reached = [this](int other, std::uint64_t round) { return has_reached(other, round); };
   memory.gossip.on_reached = [this](int other, std::uint64_t round) { publish_remote_arrival(other, round); };
   memory.staging_bytes = staging_bytes();
-  auto network = make_network(HostMirror::channels(routes), "rounds", in_store, waiting);
-  return std::make_unique<HostMirror>(std::move(network), routes, std::move(memory));
+  return std::make_unique<HostMirror>(*network_, routes, std::move(memory));
 }
 
 void ClusterTransport::open_messages() {
@@ -181,12 +171,10 @@ void ClusterTransport::open_messages() {
     mailbox(rank(), destination).read.store(chunk, std::memory_order_release);
   };
   memory.chunk_bytes = mailbox_chunk_bytes();
-  messages_ =
-      std::make_unique<RemoteMessages>(std::move(unconnected_messages_), rank(), remote_, std::move(memory));
+  messages_ = std::make_unique<RemoteMessages>(*network_, rank(), remote_, std::move(memory));
 }
 
-std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(bool in_store,
-                                                                   const WaitOptions& waiting) {
+std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const WaitOptions& waiting) {
   constexpr std::uint64_t kTag = ~std::uint64_t{0};  // of no subgroup of the user
   std::vector<int> here;
   for (int each = 0; each < size(); ++each)
@@ -195,13 +183,12 @@ std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(bool in_store
   shared.staging_bytes = hierarchy_staging_bytes(shared.staging_bytes);
   auto host = std::make_shared<SharedTransport>(host_group(), group_members(here), subgroup_tag(kTag), shared,
                                                 waiting);
-  auto network = make_network(1, "plans", in_store, waiting);
-  network->keep(host->memory());
+  network_->keep(host->memory());
   const auto watched = [this](const WaitOptions& limits,
                               const std::function<WaitResult(const WaitOptions&)>& wait) {
     return wait_on_network(limits, wait);
   };
-  return std::make_unique<ClusterHierarchy>(std::move(host), std::move(here), std::move(network), watched);
+  return std::make_unique<ClusterHierarchy>(std::move(host), std::move(here), *network_, watched);
 }
 
 std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chosen, std::uint64_t tag,
@@ -224,7 +211,7 @@ void ClusterTransport::connect_subgroup(Transport& subgroup, const WaitOptions& 
     while_watched(waiting, [&](const WaitOptions& watched) { group->connect(watched); });
 }
 
-// The new group's networks take a rank that cannot be reached for one that may still come.
+// The new group's network takes a rank that cannot be reached for one that may still come.
 void ClusterTransport::while_watched(const WaitOptions& waiting,
                                      const std::function<void(const WaitOptions&)>& step) {
   const std::function<void()> check = [&] {
@@ -245,27 +232,8 @@ void ClusterTransport::while_watched(const WaitOptions& waiting,
   }
 }
 
-std::vector<Network*> ClusterTransport::networks() const {
-  Network& messages = messages_ != nullptr ? messages_->network() : *unconnected_messages_;
-  return {&mirror_->network(), &messages, &hierarchy_->network()};
-}
-
-// One field for each network: no address contains the separator.
-std::string ClusterTransport::addresses() const {
-  std::string text;
-  for (const Network* network : networks()) text += network->address() + kFieldEnd;
-  return text;
-}
-
 void ClusterTransport::learn_addresses(std::span<const std::string> by_rank) {
-  for (const int other : remote_) {
-    std::istringstream fields(by_rank[static_cast<std::size_t>(other)]);
-    for (Network* network : networks()) {
-      std::string address;
-      std::getline(fields, address, kFieldEnd);
-      network->learn(other, address);
-    }
-  }
+  for (const int other : remote_) network_->learn(other, by_rank[static_cast<std::size_t>(other)]);
 }
 
 }  // namespace multiring

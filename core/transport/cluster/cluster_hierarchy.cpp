@@ -8,7 +8,7 @@ WaitResult ClusterHierarchy::synchronise(const WaitOptions& waiting) {
   WaitResult result = run_wait_(waiting, [this](const WaitOptions& inner) {
     // A rank of this host may wait for a message that waits here to be forwarded.
     const std::function<void()> make_progress = [&] {
-      network_->progress();
+      network_.progress();
       inner.check_interrupt();
     };
     WaitOptions driving = inner;
@@ -25,36 +25,22 @@ WaitResult ClusterHierarchy::synchronise(const WaitOptions& waiting) {
 
 WaitResult ClusterHierarchy::connect(std::span<const int> peers, const WaitOptions& waiting) {
   std::vector<Network::Link> links;
-  for (const int peer : peers) links.push_back({peer, 0});
+  for (const int peer : peers) links.push_back({peer, kPlans});
   return run_wait_(waiting, [&](const WaitOptions& inner) {
     try {
-      network_->connect(links, inner);
+      network_.connect(links, inner);
     } catch (const Error& error) {
       // A lost peer ends the operation like any other wait.
       if (error.kind() != ErrorKind::kPeerLost || error.context().peer < 0) throw;
-      return WaitResult{WaitResult::Outcome::kPeerLost, error.context().peer};
+      const int peer = error.context().peer;
+      return WaitResult{WaitResult::Outcome::kPeerLost, peer, network_.ended(peer).peer_left};
     }
     return WaitResult{};
   });
 }
 
 WaitResult ClusterHierarchy::wait(std::span<const Ticket> tickets, const WaitOptions& waiting) {
-  return run_wait_(waiting, [&](const WaitOptions& inner) { return network_->wait(tickets, inner); });
-}
-
-void ClusterHierarchy::leave() {
-  network_->leave();
-  host_->leave();
-}
-
-void ClusterHierarchy::abandon() {
-  network_->abandon();
-  host_->abandon();
-}
-
-void ClusterHierarchy::wake() {
-  network_->wake();
-  host_->wake();
+  return run_wait_(waiting, [&](const WaitOptions& inner) { return network_.wait(tickets, inner); });
 }
 
 }  // namespace multiring

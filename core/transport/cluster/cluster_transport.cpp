@@ -127,17 +127,12 @@ void ClusterTransport::poll() const {
 }
 
 void ClusterTransport::poll_own() const {
-  mirror_->poll();
+  network_->progress();
   messages_->poll();
   AbortRecord record;
-  if (mirror_->network().aborted(&record) || messages_->network().aborted(&record) ||
-      (hierarchy_ != nullptr && hierarchy_->aborted(&record)))
-    publish_abort(record.kind, record.origin, record.message, record.about);
+  if (network_->aborted(&record)) publish_abort(record.kind, record.origin, record.message, record.about);
   // Not every rank that this one is connected with is connected with the origin.
-  if (!SharedTransport::aborted(&record) || relayed_.exchange(true)) return;
-  mirror_->network().relay(record);
-  messages_->network().relay(record);
-  if (hierarchy_ != nullptr) hierarchy_->relay(record);
+  if (SharedTransport::aborted(&record) && !relayed_.exchange(true)) network_->relay(record);
 }
 
 void ClusterTransport::mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) {
@@ -182,16 +177,14 @@ WaitResult ClusterTransport::await_sent(int destination, const WaitOptions& wait
 WaitResult ClusterTransport::find_ended() const {
   WaitResult found = SharedTransport::find_ended();
   for (const int other : remote_) {
-    for (const Network* network : {&mirror_->network(), &messages_->network()}) {
-      const WaitResult ended = network->ended(other);
-      if (!ended.ok() && (found.ok() || (found.peer_left && !ended.peer_left))) found = ended;
-    }
+    const WaitResult ended = network_->ended(other);
+    if (!ended.ok() && (found.ok() || (found.peer_left && !ended.peer_left))) found = ended;
   }
   return found;
 }
 
 // An error that has arrived from another host comes first. A network that fails must not keep the ranks of
-// this host, and those that other networks reach, from learning of the error.
+// this host from learning of the error.
 void ClusterTransport::abort(const Error& error) noexcept {
   const auto attempt = [](const auto& part) {
     try {
@@ -201,13 +194,11 @@ void ClusterTransport::abort(const Error& error) noexcept {
   };
   attempt([&] { aborted(nullptr); });
   SharedTransport::abort(error);
-  if (mirror_ != nullptr) attempt([&] { mirror_->network().abort(error); });
-  if (messages_ != nullptr) attempt([&] { messages_->network().abort(error); });
-  if (hierarchy_ != nullptr) attempt([&] { hierarchy_->abort(error); });
+  if (network_ != nullptr) attempt([&] { network_->abort(error); });
 }
 
 bool ClusterTransport::aborted(AbortRecord* record) const {
-  if (mirror_ != nullptr && messages_ != nullptr) poll();
+  if (messages_ != nullptr) poll();
   return SharedTransport::aborted(record);
 }
 
@@ -215,20 +206,19 @@ void ClusterTransport::leave() {
   SharedTransport::leave();
   if (mirror_ != nullptr) mirror_->leave();
   if (messages_ != nullptr) messages_->leave();
+  if (network_ != nullptr) network_->leave();
   if (hierarchy_ != nullptr) hierarchy_->leave();
 }
 
 void ClusterTransport::abandon() {
   SharedTransport::abandon();
-  mirror_->network().abandon();
-  messages_->network().abandon();
+  network_->abandon();
   hierarchy_->abandon();
 }
 
 void ClusterTransport::wake() {
   SharedTransport::wake();
-  mirror_->network().wake();
-  messages_->network().wake();
+  network_->wake();
   hierarchy_->wake();
 }
 

@@ -48,6 +48,7 @@ struct ClusterContext {
 };
 
 /// The transport of ranks on several hosts. The memory that a host's ranks share has a part for every rank.
+/// Between hosts there is one network, whose channels (channels.h) carry all that these ranks send.
 ///
 /// What a rank publishes in a round goes to its receiver on each other host (`MirrorRoutes`), which writes it
 /// into its host's memory and publishes the arrival. Mailboxes between hosts need no other rank.
@@ -88,12 +89,12 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   Hierarchy* hierarchy() override { return hierarchy_.get(); }
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                       const WaitOptions& waiting) override;
-  std::string addresses() const override;
+  std::string addresses() const override { return network_->address(); }
   void learn_addresses(std::span<const std::string> by_rank) override;
   void connect_subgroup(Transport& subgroup, const WaitOptions& waiting) override;
 
   void abort(const Error& error) noexcept override;
-  /// Also asks the networks for errors of other hosts.
+  /// Also asks the network for errors of other hosts.
   bool aborted(AbortRecord* record) const override;
   WaitResult find_ended() const override;
   void leave() override;
@@ -107,16 +108,12 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   const ClusterRank& info(int rank) const {
     return context_->ranks[static_cast<std::size_t>(world_[static_cast<std::size_t>(rank)])];
   }
-  /// Prefix of the names of this transport's networks.
-  std::string network_name() const;
   void connect(const WaitOptions& waiting);
   /// Runs a step of making a subgroup, which ends with what ends the waits of this group.
   void while_watched(const WaitOptions& waiting, const std::function<void(const WaitOptions&)>& step);
-  std::unique_ptr<Network> make_network(int channels, const std::string& purpose, bool in_store,
-                                        const WaitOptions& waiting) const;
-  std::unique_ptr<ClusterHierarchy> make_hierarchy(bool in_store, const WaitOptions& waiting);
-  std::unique_ptr<HostMirror> make_mirror(bool in_store, const WaitOptions& waiting);
-  std::vector<Network*> networks() const;
+  std::unique_ptr<Network> make_network(bool in_store, const WaitOptions& waiting) const;
+  std::unique_ptr<ClusterHierarchy> make_hierarchy(const WaitOptions& waiting);
+  std::unique_ptr<HostMirror> make_mirror();
   MirrorRoutes routes_of(int rank) const;
   void find_links();
   /// Routes of the ranks of this host, for errors. For the thread that drives the rounds.
@@ -141,9 +138,9 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   bool fully_linked_ = true;
   std::vector<int> receivers_;
   mutable std::map<int, MirrorRoutes> routes_;  // see host_routes
+  std::unique_ptr<Network> network_;
   std::unique_ptr<HostMirror> mirror_;
-  std::unique_ptr<Network> unconnected_messages_;  // of messages_, before it is there
-  std::unique_ptr<RemoteMessages> messages_;       // null before `connect`
+  std::unique_ptr<RemoteMessages> messages_;  // null before `connect`
   std::unique_ptr<ClusterHierarchy> hierarchy_;
   std::unique_ptr<ProgressRegistry::Entry> progress_entry_;
   mutable std::atomic<bool> relayed_{false};  // to other hosts: the error of a rank of this one

@@ -2,17 +2,15 @@
 
 #include <cstring>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "base/arithmetic/kernels/copy.h"
+#include "transport/cluster/channels.h"
+#include "transport/rounds.h"
 #include "transport/timed_wait.h"
 
 namespace multiring {
 namespace {
-
-constexpr int kRounds = 0;  // channels
-constexpr int kGossip = 1;
 
 using Bytes = std::span<const std::byte>;
 
@@ -24,17 +22,17 @@ bool is_combined(const MirrorMessage& message, std::size_t bytes) {
 }  // namespace
 
 void set_following_bytes(std::byte* header, std::uint64_t bytes) {
-  std::memcpy(header + Transport::kUserHeaderBytes, &bytes, sizeof bytes);
+  std::memcpy(header + Rounds::kUserHeaderBytes, &bytes, sizeof bytes);
 }
 
 std::uint64_t following_bytes(const std::byte* header) {
   std::uint64_t bytes = 0;
-  std::memcpy(&bytes, header + Transport::kUserHeaderBytes, sizeof bytes);
+  std::memcpy(&bytes, header + Rounds::kUserHeaderBytes, sizeof bytes);
   return bytes;
 }
 
-HostMirror::HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& routes, RoundMemory memory)
-    : network_(std::move(network)), steps_(routes.steps), memory_(std::move(memory)) {
+HostMirror::HostMirror(Network& network, const MirrorRoutes& routes, RoundMemory memory)
+    : network_(network), steps_(routes.steps), memory_(std::move(memory)) {
   std::size_t offset = 0;
   for (std::size_t step = 0; step < steps_.size(); ++step) {
     for (const MirrorMessage& message : steps_[step].in) {
@@ -43,7 +41,7 @@ HostMirror::HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& rou
       incoming.step = step;
       incoming.offset = offset;
       if (message.ranks.size() > 1)
-        offset += message.ranks.size() * Transport::kHeaderBytes + MirrorRoutes::kMaxCombined;
+        offset += message.ranks.size() * Rounds::kHeaderBytes + MirrorRoutes::kMaxCombined;
     }
   }
   for (std::size_t index = 0; index < incoming_.size(); ++index)
@@ -54,8 +52,8 @@ HostMirror::HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& rou
         incoming_[later].first = false;
       }
   scratch_ = std::make_shared<std::vector<std::byte>>(offset);
-  network_->keep(scratch_);
-  if (channels(routes) > 1) gossip_.emplace(*network_, kGossip, peers(), memory_.gossip);
+  network_.keep(scratch_);
+  if (steps_.size() > 1) gossip_.emplace(network_, kGossip, peers(), memory_.gossip);
 }
 
 std::set<int> HostMirror::peers() const {
@@ -75,7 +73,7 @@ std::vector<Network::Link> HostMirror::links() const {
   return links;
 }
 
-bool HostMirror::is_ahead(int rank) const { return network_->is_ahead(rank, kRounds); }
+bool HostMirror::is_ahead(int rank) const { return network_.is_ahead(rank, kRounds); }
 
 void HostMirror::post(int rank, std::uint64_t round, std::size_t staged) {
   round_ = round;
@@ -95,7 +93,7 @@ void HostMirror::receive_headers(Incoming& incoming) {
   incoming.part = Incoming::Part::kHeaders;
   incoming.next = 0;
   incoming.ticket =
-      network_->post_receive(incoming.message->peer, kRounds, {to, ranks.size() * Transport::kHeaderBytes});
+      network_.post_receive(incoming.message->peer, kRounds, {to, ranks.size() * Rounds::kHeaderBytes});
 }
 
 /// Of the first rank from incoming.next on that has any.
@@ -104,8 +102,8 @@ void HostMirror::receive_staging(Incoming& incoming) {
   while (incoming.next < ranks.size() && staged_bytes(ranks[incoming.next]) == 0) ++incoming.next;
   if (incoming.next == ranks.size()) return;
   const int rank = ranks[incoming.next];
-  incoming.ticket = network_->post_receive(incoming.message->peer, kRounds,
-                                           {memory_.staging(rank, round_), staged_bytes(rank)});
+  incoming.ticket = network_.post_receive(incoming.message->peer, kRounds,
+                                          {memory_.staging(rank, round_), staged_bytes(rank)});
 }
 
 WaitResult HostMirror::await(const WaitOptions& waiting) {
@@ -123,11 +121,11 @@ WaitResult HostMirror::await(const WaitOptions& waiting) {
     if (index == pending.size()) {
       sends_in_wait_.insert(sends_in_wait_.end(), sends_.begin(), sends_.end());
       sends_.clear();
-      result = wait(sends_in_wait_, slice);
+      result = network_.wait(sends_in_wait_, slice);
       if (result.ok()) sends_in_wait_.clear();
     } else {
       ticket_in_wait_ = pending[index]->ticket;
-      result = wait({&ticket_in_wait_, 1}, slice);
+      result = network_.wait({&ticket_in_wait_, 1}, slice);
       ticket_in_wait_ = 0;
       if (result.ok() && !left_.load(std::memory_order_relaxed)) advance(*pending[index]);
     }
@@ -168,8 +166,8 @@ void HostMirror::handle_headers(Incoming& incoming) {
   if (message.ranks.size() > 1) {
     const std::byte* from = scratch_->data() + incoming.offset;
     for (const int rank : message.ranks) {
-      std::memcpy(memory_.header(rank, round_), from, Transport::kHeaderBytes);
-      from += Transport::kHeaderBytes;
+      std::memcpy(memory_.header(rank, round_), from, Rounds::kHeaderBytes);
+      from += Rounds::kHeaderBytes;
     }
   }
   const std::size_t bytes = staged_bytes(message);
@@ -185,13 +183,13 @@ void HostMirror::handle_headers(Incoming& incoming) {
     return receive_staging(incoming);
   }
   incoming.part = Incoming::Part::kCombined;
-  std::byte* const to = scratch_->data() + incoming.offset + message.ranks.size() * Transport::kHeaderBytes;
-  incoming.ticket = network_->post_receive(message.peer, kRounds, {to, bytes});
+  std::byte* const to = scratch_->data() + incoming.offset + message.ranks.size() * Rounds::kHeaderBytes;
+  incoming.ticket = network_.post_receive(message.peer, kRounds, {to, bytes});
 }
 
 void HostMirror::handle_combined(Incoming& incoming) {
   const MirrorMessage& message = *incoming.message;
-  const std::byte* from = scratch_->data() + incoming.offset + message.ranks.size() * Transport::kHeaderBytes;
+  const std::byte* from = scratch_->data() + incoming.offset + message.ranks.size() * Rounds::kHeaderBytes;
   for (const int rank : message.ranks) {
     const std::size_t bytes = staged_bytes(rank);
     if (bytes == 0) continue;
@@ -229,17 +227,17 @@ void HostMirror::send(const MirrorMessage& message) {
   std::vector<Bytes> headers;
   std::vector<Bytes> staging;
   for (const int rank : message.ranks) {
-    headers.push_back({memory_.header(rank, round_), Transport::kHeaderBytes});
+    headers.push_back({memory_.header(rank, round_), Rounds::kHeaderBytes});
     if (const std::size_t bytes = staged_bytes(rank); bytes > 0)
       staging.push_back({memory_.staging(rank, round_), bytes});
   }
-  sends_.push_back(network_->post_send(message.peer, kRounds, headers));
+  sends_.push_back(network_.post_send(message.peer, kRounds, headers));
   if (staging.empty()) return;
   if (is_combined(message, staged_bytes(message))) {
-    sends_.push_back(network_->post_send(message.peer, kRounds, staging));
+    sends_.push_back(network_.post_send(message.peer, kRounds, staging));
     return;
   }
-  for (const Bytes& part : staging) sends_.push_back(network_->post_send(message.peer, kRounds, {&part, 1}));
+  for (const Bytes& part : staging) sends_.push_back(network_.post_send(message.peer, kRounds, {&part, 1}));
 }
 
 // Of all ranks, not only the one that is waited for: the ranks of this host wait for them, too.
@@ -251,30 +249,14 @@ void HostMirror::handle_arrivals() {
 
 void HostMirror::handle_messages() {
   for (Incoming& incoming : incoming_)
-    while (incoming.ticket != 0 && incoming.ticket != ticket_in_wait_ && network_->done(incoming.ticket)) {
-      network_->give_up({&incoming.ticket, 1});
+    while (incoming.ticket != 0 && incoming.ticket != ticket_in_wait_ && network_.done(incoming.ticket)) {
+      network_.give_up({&incoming.ticket, 1});
       advance(incoming);
     }
 }
 
 void HostMirror::gossip() {
   if (gossip_ && !left_.load(std::memory_order_relaxed)) gossip_->send(round_);
-}
-
-void HostMirror::poll() {
-  if (const ProgressLock::Guard guard(progress_lock_); guard) network_->progress();
-}
-
-void HostMirror::leave() {
-  left_.store(true, std::memory_order_relaxed);
-  network_->leave();
-}
-
-WaitResult HostMirror::wait(std::span<const Ticket> tickets, const WaitOptions& waiting) {
-  for (;;) {
-    if (const ProgressLock::Guard guard(progress_lock_); guard) return network_->wait(tickets, waiting);
-    std::this_thread::yield();  // another thread polls, which is short
-  }
 }
 
 }  // namespace multiring

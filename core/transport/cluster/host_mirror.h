@@ -12,7 +12,6 @@
 
 #include "transport/cluster/arrival_gossip.h"
 #include "transport/cluster/mirror_routes.h"
-#include "transport/cluster/progress_lock.h"
 #include "transport/network.h"
 
 namespace multiring {
@@ -37,12 +36,9 @@ class HostMirror {
  public:
   static constexpr double kTimeSlice = 0.02;  ///< seconds that a wait is for one message
 
-  /// Number of channels that the network needs.
-  static int channels(const MirrorRoutes& routes) { return routes.steps.size() > 1 ? 2 : 1; }
+  /// `network`: unconnected, has to outlive it.
+  HostMirror(Network& network, const MirrorRoutes& routes, RoundMemory memory);
 
-  HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& routes, RoundMemory memory);
-
-  Network& network() const { return *network_; }
   /// Whether `rank` is known to have arrived at a round at which this rank has not.
   bool is_ahead(int rank) const;
   /// Those that the network has to be connected on.
@@ -55,10 +51,8 @@ class HostMirror {
   void handle_arrivals();
   /// Tells other ranks which ranks have reached the round, where they do not see it themselves.
   void gossip();
-  /// Makes progress, unless a wait is doing it. Any thread.
-  void poll();
-  /// Says goodbye to the partners.
-  void leave();
+  /// Nothing more is posted; before the network's.
+  void leave() { left_.store(true, std::memory_order_relaxed); }
 
  private:
   using Ticket = Network::Ticket;
@@ -85,12 +79,10 @@ class HostMirror {
   std::size_t staged_bytes(int rank) const;
   void send_complete_steps();
   void send(const MirrorMessage& message);
-  WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting);
 
-  std::unique_ptr<Network> network_;
+  Network& network_;
   const std::vector<MirrorStep> steps_;
   RoundMemory memory_;
-  ProgressLock progress_lock_;
   std::optional<ArrivalGossip> gossip_;  // if messages are forwarded
   std::uint64_t round_ = 0;
   std::shared_ptr<std::vector<std::byte>> scratch_;

@@ -6,8 +6,7 @@
 
 namespace multiring {
 
-/// Held by the one thread that drives a network. Not a mutex: a callback of a wait may come here again in the
-/// same thread, and has to learn that the lock is taken.
+/// Held by the one thread that handles a group's messages. Not a mutex: others do not wait for it.
 class ProgressLock {
  public:
   class Guard : Immovable {

@@ -6,7 +6,9 @@
 #include <thread>
 #include <utility>
 
+#include "transport/cluster/channels.h"
 #include "transport/cluster/host_mirror.h"
+#include "transport/rounds.h"
 #include "transport/timed_wait.h"
 
 namespace multiring {
@@ -14,9 +16,7 @@ namespace {
 
 using Outcome = WaitResult::Outcome;
 
-constexpr int kChunks = 0, kAcks = 1;  // channels
-
-// How long the driving thread waits for its own message before it handles others, alone and with other
+// How long the handling thread waits for its own message before it handles others, alone and with other
 // threads waiting; and how often these check for their messages.
 constexpr double kTimeSlice = 0.02;
 constexpr double kSharedTimeSlice = 0.001;
@@ -30,18 +30,20 @@ struct Counted {
 
 }  // namespace
 
-RemoteMessages::RemoteMessages(std::unique_ptr<Network> network, int rank, const std::vector<int>& peers,
+RemoteMessages::RemoteMessages(Network& network, int rank, const std::vector<int>& peers,
                                MailboxMemory memory)
-    : network_(std::move(network)),
+    : network_(network),
       rank_(rank),
       memory_(std::move(memory)),
-      peers_(std::make_shared<std::vector<Peer>>(static_cast<std::size_t>(network_->size()))) {
-  network_->keep(peers_);
+      peers_(std::make_shared<std::vector<Peer>>(static_cast<std::size_t>(network_.size()))) {
+  network_.keep(peers_);
   for (const int each : peers) {
     peer(each).remote = true;
-    if (!network_->links_on_demand()) open_link(each);
+    if (!network_.links_on_demand()) open_link(each);
   }
 }
+
+std::array<Network::Link, 2> RemoteMessages::links_of(int peer) { return {{{peer, kChunks}, {peer, kAcks}}}; }
 
 void RemoteMessages::open_link(int rank) {
   Peer& from = peer(rank);
@@ -57,26 +59,27 @@ bool RemoteMessages::linked(int rank) {
 }
 
 void RemoteMessages::open_new_links() {
-  const std::uint64_t version = network_->links_version();
+  const std::uint64_t version = network_.links_version();
   if (version == std::exchange(links_version_, version)) return;
   for (std::size_t rank = 0; rank < peers_->size(); ++rank) {
     const int other = static_cast<int>(rank);
     if (!peer(other).remote || peer(other).linked) continue;
-    if (network_->linked({other, kChunks}) && network_->linked({other, kAcks})) open_link(other);
+    if (std::ranges::all_of(links_of(other), [this](const auto& link) { return network_.linked(link); }))
+      open_link(other);
   }
 }
 
 void RemoteMessages::post_header_receive(int source) {
   Peer& from = peer(source);
   from.has_header = false;
-  from.chunk_receive = network_->post_receive(
-      source, kChunks, {memory_.header(source, rank_, from.chunk), Transport::kHeaderBytes});
+  from.chunk_receive = network_.post_receive(
+      source, kChunks, {memory_.header(source, rank_, from.chunk), Rounds::kHeaderBytes});
 }
 
 void RemoteMessages::post_ack_receive(int destination) {
   Peer& from = peer(destination);
   from.ack_receive =
-      network_->post_receive(destination, kAcks, {reinterpret_cast<std::byte*>(&from.ack), sizeof from.ack});
+      network_.post_receive(destination, kAcks, {reinterpret_cast<std::byte*>(&from.ack), sizeof from.ack});
 }
 
 void RemoteMessages::send(int destination, std::uint64_t chunk, std::size_t bytes) {
@@ -88,11 +91,11 @@ void RemoteMessages::send(int destination, std::uint64_t chunk, std::size_t byte
 
 void RemoteMessages::post(int destination, std::uint64_t chunk, std::size_t bytes) {
   const std::span<const std::byte> head[] = {
-      {memory_.header(rank_, destination, chunk), Transport::kHeaderBytes}};
+      {memory_.header(rank_, destination, chunk), Rounds::kHeaderBytes}};
   const std::span<const std::byte> body[] = {{memory_.payload(rank_, destination, chunk), bytes}};
   std::vector<Ticket>& sends = peer(destination).sends;
-  sends.push_back(network_->post_send(destination, kChunks, head));
-  if (bytes > 0) sends.push_back(network_->post_send(destination, kChunks, body));
+  sends.push_back(network_.post_send(destination, kChunks, head));
+  if (bytes > 0) sends.push_back(network_.post_send(destination, kChunks, body));
 }
 
 void RemoteMessages::acknowledge(int source, std::uint64_t chunk) {
@@ -102,7 +105,7 @@ void RemoteMessages::acknowledge(int source, std::uint64_t chunk) {
   std::uint64_t& ack = to.sent_acks[chunk % 2];
   ack = chunk;
   const std::span<const std::byte> parts[] = {{reinterpret_cast<const std::byte*>(&ack), sizeof ack}};
-  to.sends.push_back(network_->post_send(source, kAcks, parts));
+  to.sends.push_back(network_.post_send(source, kAcks, parts));
 }
 
 WaitResult RemoteMessages::await_chunk(int source, const std::function<bool()>& ready,
@@ -126,18 +129,12 @@ WaitResult RemoteMessages::await_sent(int destination, const WaitOptions& waitin
 }
 
 void RemoteMessages::poll() {
-  if (const ProgressLock::Guard guard(progress_lock_); guard) {
-    network_->progress();
-    handle_arrivals();
-  }
+  if (const ProgressLock::Guard guard(progress_lock_); guard) handle_arrivals();
 }
 
 void RemoteMessages::leave() {
-  {
-    const std::lock_guard lock(mutex_);
-    left_ = true;
-  }
-  network_->leave();  // without the lock: it may take long
+  const std::lock_guard lock(mutex_);
+  left_ = true;
 }
 
 /// `tickets`: those to wait for; called under `mutex_`.
@@ -160,27 +157,26 @@ WaitResult RemoteMessages::await(int rank, const std::function<bool()>& ready,
     if (ready()) return {};
     if (waiting_.load(std::memory_order_relaxed) > 1)
       std::this_thread::sleep_for(kBetweenChecks);  // lets another thread drive
-    if (network_->aborted(nullptr)) return {Outcome::kAborted};
+    if (network_.aborted(nullptr)) return {Outcome::kAborted};
     if (waiting.is_cancelled()) return {Outcome::kCancelled};
     if (timed.expired()) return {Outcome::kTimeout};
   }
 }
 
-/// A slice of the driving thread: makes the link, or waits for the first message that is not done.
+/// A slice of the handling thread: makes the link, or waits for the first message that is not done.
 WaitResult RemoteMessages::drive(int rank, const std::function<std::vector<Ticket>()>& tickets,
                                  const WaitOptions& slice) {
   if (!linked(rank)) {
-    const Network::Link links[] = {{rank, kChunks}, {rank, kAcks}};
-    return network_->connect_on_demand(links, slice);
+    return network_.connect_on_demand(links_of(rank), slice);
   }
   std::unique_lock lock(mutex_);
   const std::vector<Ticket> wanted = tickets();
   lock.unlock();
   const auto pending =
-      std::ranges::find_if(wanted, [this](Ticket ticket) { return ticket != 0 && !network_->done(ticket); });
+      std::ranges::find_if(wanted, [this](Ticket ticket) { return ticket != 0 && !network_.done(ticket); });
   if (pending == wanted.end()) return {};
   const Ticket ticket = *pending;
-  const WaitResult result = network_->wait({&ticket, 1}, slice);
+  const WaitResult result = network_.wait({&ticket, 1}, slice);
   if (!result.ok()) return result;
   lock.lock();  // the ticket is released: 0 marks its message as done
   for (Peer& from : *peers_) {
@@ -194,8 +190,8 @@ WaitResult RemoteMessages::drive(int rank, const std::function<std::vector<Ticke
 /// Whether a message is done; 0: one whose ticket is released.
 bool RemoteMessages::release_if_done(Ticket ticket) {
   if (ticket == 0) return true;
-  if (!network_->done(ticket)) return false;
-  network_->give_up({&ticket, 1});
+  if (!network_.done(ticket)) return false;
+  network_.give_up({&ticket, 1});
   return true;
 }
 
@@ -226,7 +222,7 @@ void RemoteMessages::handle_chunk(int source) {
                                             std::to_string(memory_.chunk_bytes) + " of a mailbox");
     if (bytes > 0) {
       from.chunk_receive =
-          network_->post_receive(source, kChunks, {memory_.payload(source, rank_, from.chunk), bytes});
+          network_.post_receive(source, kChunks, {memory_.payload(source, rank_, from.chunk), bytes});
       from.has_header = true;
       return;
     }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -24,24 +25,22 @@ struct MailboxMemory {
   std::size_t chunk_bytes = 0;
 };
 
-/// Point-to-point messages with ranks of other hosts: chunks on one channel, and acknowledgements that they
-/// have been read on another.
+/// Point-to-point messages with ranks of other hosts: chunks (kChunks), and acknowledgements that they have
+/// been read (kAcks).
 ///
 /// If the network makes links on demand, two ranks are connected when one of them first sends to the other or
 /// waits for it. A send has left when the peer has accepted the connection, which any of its waits does.
 ///
 /// Chunks are received as soon as any thread of this rank waits for one, so that two ranks that both send
 /// first do not block each other while mailboxes have room. Any thread may call. One of those that wait
-/// drives the network for all. `mutex_` guards what was posted.
+/// handles what has come for all (the handling thread). `mutex_` guards what was posted.
 class RemoteMessages {
  public:
-  static constexpr int kChannels = 2;
+  /// `peers`: the ranks of other hosts; the network, which has to outlive it, is connected with them on the
+  /// links of `links_of` unless it makes links on demand.
+  RemoteMessages(Network& network, int rank, const std::vector<int>& peers, MailboxMemory memory);
 
-  /// `peers`: the ranks of other hosts; the network is connected with them unless it makes links on demand.
-  RemoteMessages(std::unique_ptr<Network> network, int rank, const std::vector<int>& peers,
-                 MailboxMemory memory);
-
-  Network& network() const { return *network_; }
+  static std::array<Network::Link, 2> links_of(int peer);
   void send(int destination, std::uint64_t chunk, std::size_t bytes);
   void acknowledge(int source, std::uint64_t chunk);
   /// Wait until `ready`, which a chunk from `source`, or an acknowledgement of `destination`, makes true.
@@ -49,9 +48,9 @@ class RemoteMessages {
   WaitResult await_ack(int destination, const std::function<bool()>& ready, const WaitOptions& waiting);
   /// Waits until all that was sent to `destination` has left.
   WaitResult await_sent(int destination, const WaitOptions& waiting);
-  /// Makes progress, unless another thread is doing it.
+  /// Handles what has come, unless another thread is doing it.
   void poll();
-  /// Says goodbye to the peers.
+  /// Nothing more is posted; before the network's.
   void leave();
 
  private:
@@ -71,7 +70,7 @@ class RemoteMessages {
   };
 
   Peer& peer(int rank) { return (*peers_)[static_cast<std::size_t>(rank)]; }
-  /// Starts to use links that peers have made. For the driving thread.
+  /// Starts to use links that peers have made. For the handling thread.
   void open_new_links();
   void open_link(int rank);
   bool linked(int rank);
@@ -79,7 +78,7 @@ class RemoteMessages {
   void post_header_receive(int source);
   void post_ack_receive(int destination);
   bool release_if_done(Ticket ticket);
-  /// Handles all that has arrived. For the driving thread.
+  /// Handles all that has arrived. For the handling thread.
   void handle_arrivals();
   void handle_chunk(int source);
   /// `rank`: the peer that makes `ready` true.
@@ -87,13 +86,13 @@ class RemoteMessages {
                    const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& waiting);
   WaitResult drive(int rank, const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& slice);
 
-  std::unique_ptr<Network> network_;
+  Network& network_;
   int rank_;
   MailboxMemory memory_;
   ProgressLock progress_lock_;
   std::atomic<int> waiting_{0};      // threads
   bool left_ = false;                // nothing may be posted
-  std::uint64_t links_version_ = 0;  // when links were last opened; the driving thread's
+  std::uint64_t links_version_ = 0;  // when links were last opened; the handling thread's
   std::mutex mutex_;
   std::shared_ptr<std::vector<Peer>> peers_;  // shared with the network: it holds messages
 };

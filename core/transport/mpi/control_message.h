@@ -5,12 +5,12 @@
 #include <type_traits>
 
 #include "base/error.h"
-#include "transport/transport.h"
+#include "transport/abort_record.h"
 
 namespace multiring {
 
 /// Channels that a network over MPI may have.
-inline constexpr int kMpiChannels = 3;
+inline constexpr int kMpiChannels = 5;
 /// Tags of a network: one for each channel, then one for control messages.
 inline constexpr int kMpiTags = kMpiChannels + 1;
 inline constexpr int kMpiControlTag = kMpiChannels;

@@ -12,6 +12,9 @@ namespace {
 
 using Outcome = WaitResult::Outcome;
 
+/// A wait that polls looks every so often at what it does not wait for, too.
+constexpr unsigned kPollsOfOwn = 32;
+
 }  // namespace
 
 MpiNetwork::MpiNetwork(std::shared_ptr<MpiSession> session, MpiOptions options)
@@ -31,7 +34,7 @@ MpiNetwork::~MpiNetwork() {
   leave();
   await_requests([](Ticket) { return true; });
   const std::lock_guard lock(mutex_);
-  if (requests_.empty() || !usable()) return;
+  if (!has_requests([](Ticket) { return true; }) || !usable()) return;
   for (auto& memory : kept_) session_->keep(std::move(memory));
   for (auto& message : control_output_) session_->keep(std::shared_ptr<ControlMessage>(std::move(message)));
   session_->keep(std::shared_ptr<ControlMessage>(std::move(control_input_)));
@@ -89,9 +92,15 @@ void MpiNetwork::require_usable() const {
                                        "any more");
 }
 
-void MpiNetwork::own(const multiring_mpi_request& request, Ticket owner) {
-  requests_.push_back(request);
-  owners_.push_back(owner);
+void MpiNetwork::own(int tag, const multiring_mpi_request& request, Ticket owner) {
+  Requests& requests = requests_[static_cast<std::size_t>(tag)];
+  requests.all.push_back(request);
+  requests.owners.push_back(owner);
+}
+
+bool MpiNetwork::has_requests(const std::function<bool(Ticket owner)>& wanted) const {
+  return std::ranges::any_of(requests_,
+                             [&](const Requests& each) { return std::ranges::any_of(each.owners, wanted); });
 }
 
 /// Whether the peer has ended without the counterpart of a message.
@@ -143,21 +152,23 @@ MpiNetwork::Ticket MpiNetwork::post(Message message, std::uint64_t& counter, con
   ++counter;
   const Ticket ticket = next_ticket_++;
   messages_.emplace(ticket, message);
-  if (!lost) own(request, ticket);
+  if (!lost) own(message.channel, request, ticket);
   return ticket;
 }
 
 WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const WaitOptions& waiting) {
   TimedWait timed(waiting);
   Backoff backoff;
-  for (;;) {
+  for (unsigned polls = 0;; ++polls) {
     {
       const std::lock_guard lock(mutex_);
       require_usable();
+      const std::array<bool, kMpiTags> own = tags_of(tickets);
       if (mpi_.simulated != 0)
         await(tickets);
       else
-        advance();
+        for (int tag = 0; tag < kMpiTags; ++tag)
+          if (own[static_cast<std::size_t>(tag)] || polls % kPollsOfOwn == 0) advance(tag);
       WaitResult result;
       if (check_tickets(tickets, &result)) return result;
     }
@@ -165,6 +176,14 @@ WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const WaitOptions& 
     if (timed.expired()) return {Outcome::kTimeout};
     backoff.pause();
   }
+}
+
+std::array<bool, kMpiTags> MpiNetwork::tags_of(std::span<const Ticket> tickets) const {
+  std::array<bool, kMpiTags> tags{};
+  for (const Ticket ticket : tickets)
+    if (const auto found = messages_.find(ticket); found != messages_.end())
+      tags[static_cast<std::size_t>(found->second.channel)] = true;
+  return tags;
 }
 
 bool MpiNetwork::check_tickets(std::span<const Ticket> tickets, WaitResult* result) {
@@ -218,10 +237,12 @@ void MpiNetwork::give_up(std::span<const Ticket> tickets) {
     for (auto& [other, each] : messages_)
       if (each.peer == message.peer && each.channel == message.channel && each.state == State::kPending)
         each.state = State::kOutOfStep;
-    const auto owner = std::ranges::find(owners_, ticket);
-    if (owner == owners_.end() || !usable()) continue;
+    Requests& requests = requests_[static_cast<std::size_t>(message.channel)];
+    const auto owner = std::ranges::find(requests.owners, ticket);
+    if (owner == requests.owners.end() || !usable()) continue;
     *owner = kDiscarded;
-    if (!message.is_send) mpi_.cancel(&requests_[static_cast<std::size_t>(owner - owners_.begin())]);
+    if (!message.is_send)
+      mpi_.cancel(&requests.all[static_cast<std::size_t>(owner - requests.owners.begin())]);
   }
 }
 
@@ -239,43 +260,51 @@ void MpiNetwork::keep(std::shared_ptr<const void> memory) {
 void MpiNetwork::await(std::span<const Ticket> tickets) {
   Reason why{};
   for (const Ticket ticket : tickets) {
-    const auto owner = std::ranges::find(owners_, ticket);
-    if (owner == owners_.end()) continue;
-    const auto index = owner - owners_.begin();
-    multiring_mpi_request request = requests_[static_cast<std::size_t>(index)];
+    const auto message = messages_.find(ticket);
+    if (message == messages_.end()) continue;
+    Requests& requests = requests_[static_cast<std::size_t>(message->second.channel)];
+    const auto owner = std::ranges::find(requests.owners, ticket);
+    if (owner == requests.owners.end()) continue;
+    const auto index = owner - requests.owners.begin();
+    multiring_mpi_request request = requests.all[static_cast<std::size_t>(index)];
     multiring_mpi_completion completion{};
     int count = 0;
     if (mpi_.test(&request, 1, 1, &completion, &count, why.data(), why.size()) != 0) throw_failed(why.data());
-    requests_.erase(requests_.begin() + index);
-    owners_.erase(owner);
+    requests.all.erase(requests.all.begin() + index);
+    requests.owners.erase(owner);
     finish_message(ticket, completion);
   }
 }
 
 void MpiNetwork::advance() {
-  if (requests_.empty() || !usable() || mpi_.simulated != 0) return;
-  completions_.resize(requests_.size());
+  for (int tag = 0; tag < kMpiTags; ++tag) advance(tag);
+}
+
+void MpiNetwork::advance(int tag) {
+  auto& [all, owners] = requests_[static_cast<std::size_t>(tag)];
+  if (all.empty() || !usable() || mpi_.simulated != 0) return;
+  completions_.resize(all.size());
   Reason why{};
   int count = 0;
-  if (mpi_.test(requests_.data(), static_cast<int>(requests_.size()), 0, completions_.data(), &count,
-                why.data(), why.size()) != 0)
+  if (mpi_.test(all.data(), static_cast<int>(all.size()), 0, completions_.data(), &count, why.data(),
+                why.size()) != 0)
     throw_failed(why.data());
   if (count == 0) return;
   // Completions may post further requests, which are appended.
-  std::vector<bool> completed(requests_.size());
+  std::vector<bool> completed(all.size());
   const std::vector<multiring_mpi_completion> completions(completions_.begin(), completions_.begin() + count);
   for (const multiring_mpi_completion& each : completions)
     completed[static_cast<std::size_t>(each.index)] = true;
   for (const multiring_mpi_completion& each : completions)
-    finish(owners_[static_cast<std::size_t>(each.index)], each);
+    finish(owners[static_cast<std::size_t>(each.index)], each);
   std::size_t kept = 0;
-  for (std::size_t index = 0; index < requests_.size(); ++index) {
+  for (std::size_t index = 0; index < all.size(); ++index) {
     if (index < completed.size() && completed[index]) continue;
-    requests_[kept] = requests_[index];
-    owners_[kept++] = owners_[index];
+    all[kept] = all[index];
+    owners[kept++] = owners[index];
   }
-  requests_.resize(kept);
-  owners_.resize(kept);
+  all.resize(kept);
+  owners.resize(kept);
 }
 
 void MpiNetwork::finish(Ticket owner, const multiring_mpi_completion& completion) {

@@ -99,11 +99,15 @@ class MULTIRING_API MpiNetwork final : public Network {
   template <class Start>
   Ticket post(Message message, std::uint64_t& counter, const Start& start);
   bool cannot_complete(const Message& message) const;
-  void own(const multiring_mpi_request& request, Ticket owner);
+  /// `tag`: a channel, or kMpiControlTag.
+  void own(int tag, const multiring_mpi_request& request, Ticket owner);
+  bool has_requests(const std::function<bool(Ticket owner)>& wanted) const;
   bool usable() const;
   void require_usable() const;
   // Under the lock.
   void advance();
+  void advance(int tag);
+  std::array<bool, kMpiTags> tags_of(std::span<const Ticket> tickets) const;
   void await(std::span<const Ticket> tickets);
   void finish(Ticket owner, const multiring_mpi_completion& completion);
   void finish_message(Ticket ticket, const multiring_mpi_completion& completion);
@@ -128,9 +132,12 @@ class MULTIRING_API MpiNetwork final : public Network {
   std::vector<Peer> peers_;
   std::unordered_map<Ticket, Message> messages_;
   Ticket next_ticket_ = 1;
-  // Requests that MPI has not finished, and their owners.
-  std::vector<multiring_mpi_request> requests_;
-  std::vector<Ticket> owners_;
+  // Requests that MPI has not finished, and their owners, by tag.
+  struct Requests {
+    std::vector<multiring_mpi_request> all;
+    std::vector<Ticket> owners;
+  };
+  std::array<Requests, kMpiTags> requests_;
   std::vector<multiring_mpi_completion> completions_;
   std::unique_ptr<ControlMessage> control_input_;
   std::vector<std::unique_ptr<ControlMessage>> control_output_;

@@ -20,7 +20,7 @@ void MpiNetwork::post_control_receive() {
   if (mpi_.receive(session_->group(), control_input_.get(), sizeof *control_input_, -1, tag_ + kMpiControlTag,
                    &request, why.data(), why.size()) != 0)
     throw_failed(why.data());
-  own(request, kControl);
+  own(kMpiControlTag, request, kControl);
 }
 
 void MpiNetwork::on_control_message(const ControlMessage& message) {
@@ -55,7 +55,7 @@ void MpiNetwork::send_control(int rank, const ControlMessage& message) {
                 tag_ + kMpiControlTag, &request, why.data(), why.size()) != 0)
     return;
   control_output_.push_back(std::move(copy));
-  own(request, kDiscarded);
+  own(kMpiControlTag, request, kDiscarded);
 }
 
 void MpiNetwork::propagate_abort(const AbortRecord& record, int from) {
@@ -135,13 +135,15 @@ std::vector<StreamCounts> MpiNetwork::posted_counts() const {
 }
 
 void MpiNetwork::cancel_receives() {
-  for (std::size_t index = 0; index < requests_.size(); ++index) {
-    const auto found = messages_.find(owners_[index]);
-    const bool receives = owners_[index] == kControl || (found != messages_.end() && !found->second.is_send);
-    if (!receives) continue;
-    if (found != messages_.end()) found->second.state = State::kLost;
-    owners_[index] = kCancelled;
-    mpi_.cancel(&requests_[index]);
+  for (auto& [all, owners] : requests_) {
+    for (std::size_t index = 0; index < all.size(); ++index) {
+      const auto found = messages_.find(owners[index]);
+      const bool receives = owners[index] == kControl || (found != messages_.end() && !found->second.is_send);
+      if (!receives) continue;
+      if (found != messages_.end()) found->second.state = State::kLost;
+      owners[index] = kCancelled;
+      mpi_.cancel(&all[index]);
+    }
   }
 }
 
@@ -154,8 +156,7 @@ void MpiNetwork::await_requests(const std::function<bool(Ticket)>& wanted) {
     } catch (const Error&) {
       return;  // MPI fails: there is nothing to wait for
     }
-    if (!usable() || mpi_.simulated != 0 || deadline.expired() || std::ranges::none_of(owners_, wanted))
-      return;
+    if (!usable() || mpi_.simulated != 0 || deadline.expired() || !has_requests(wanted)) return;
   }
 }
 

@@ -11,7 +11,7 @@
 #include "base/export.h"
 #include "base/immovable.h"
 #include "transport/mpi/bridge/multiring_mpi.h"
-#include "transport/transport.h"
+#include "transport/waiting.h"
 
 namespace multiring {
 

@@ -5,8 +5,10 @@
 #include <cstdint>
 
 #include "base/cache.h"
+#include "transport/abort_record.h"
+#include "transport/mailboxes.h"
+#include "transport/rounds.h"
 #include "transport/shared/wait_point.h"
-#include "transport/transport.h"
 
 namespace multiring {
 
@@ -52,14 +54,14 @@ struct GroupLayout {
       : size(static_cast<std::size_t>(ranks)), staging_bytes(staging) {
     states = round_up(sizeof(GroupControl), kPage);
     headers = round_up(states + size * sizeof(RankState), kPage);
-    mailboxes = round_up(headers + size * 2 * Transport::kHeaderBytes, kPage);
+    mailboxes = round_up(headers + size * 2 * Rounds::kHeaderBytes, kPage);
     staging_begin = round_up(mailboxes + size * size * mailbox_stride(), kPage);
     bytes = staging_begin + size * 2 * staging_stride();
   }
 
   static constexpr std::size_t mailbox_stride() {
     return round_up(
-        sizeof(MailboxState) + Transport::kMailboxChunks * (Transport::kHeaderBytes + kMailboxChunkBytes),
+        sizeof(MailboxState) + Mailboxes::kMailboxChunks * (Rounds::kHeaderBytes + kMailboxChunkBytes),
         kPage);
   }
   std::size_t staging_stride() const { return round_up(staging_bytes, kPage); }

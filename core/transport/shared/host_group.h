@@ -6,8 +6,9 @@
 #include <span>
 #include <string>
 
+#include "base/export.h"
 #include "transport/shared/wait_point.h"
-#include "transport/transport.h"
+#include "transport/waiting.h"
 
 namespace multiring {
 

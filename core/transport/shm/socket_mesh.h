@@ -9,7 +9,7 @@
 
 #include "base/unique_fd.h"
 #include "transport/store.h"
-#include "transport/transport.h"
+#include "transport/waiting.h"
 
 namespace multiring {
 

@@ -92,41 +92,69 @@ void TcpNetwork::connect(std::span<const Link> links, const WaitOptions& waiting
   for (const Link& link : links) check_link(link);
   for (const Link& link : links)
     if (link.peer < options_.rank) look_up_address(link.peer, waiting);
-  std::list<ConnectAttempt> attempts;
-  struct CancelAll {
+  struct ForgetAtEnd {
     TcpNetwork& network;
-    const std::list<ConnectAttempt>& attempts;
-    ~CancelAll() {
+    const std::span<const Link> links;
+    ~ForgetAtEnd() {
       const std::lock_guard lock(network.mutex_);
-      for (const ConnectAttempt& attempt : attempts) network.acceptor_.cancel(attempt);
+      if (!network.all_linked(links)) network.forget_attempts(links);
     }
-  } const cancel_all{*this, attempts};
+  } const forget_at_end{*this, links};
+  std::uint64_t dropped = 0;
   {
     const std::lock_guard lock(mutex_);
     if (left_) throw left_error(ErrorKind::kInternal);
-    attempts = missing_attempts(links, false);
-    for (ConnectAttempt& attempt : attempts) acceptor_.connect(attempt);
+    dropped = attempts_dropped_;
+    open_missing(links, false);
   }
   std::optional<Error> error;
   const WaitResult result = drive(waiting, [&](WaitResult*) {
     if (all_linked(links)) return true;
-    error = find_error(links, attempts, waiting);
+    reopen_dropped(links, false, dropped);
+    error = find_error(links, false, waiting);
     return error.has_value();
   });
   if (result.outcome == WaitResult::Outcome::kCancelled)
     throw Error(ErrorKind::kAborted, "connecting was cancelled: the communicator is being closed");
   if (result.ok() && !error) return;
-  const auto compose = [&] {
+  const auto compose = [&]() -> std::optional<Error> {
     const std::lock_guard lock(mutex_);
-    if (result.ok()) return find_error(links, attempts, waiting).value_or(*error);
-    return timeout_error(links, attempts, waiting);
+    if (all_linked(links)) return std::nullopt;  // another thread has driven on
+    if (error) return find_error(links, false, waiting).value_or(*error);
+    return timeout_error(links, waiting);
   };
-  error = compose();
+  std::optional<Error> composed = compose();
   // Looks up its host without the lock, so that the second text names it.
-  if (error->context().peer >= 0 && !host(error->context().peer).empty()) error = compose();
-  const std::lock_guard lock(mutex_);
-  std::erase_if(rejections_, [&](const auto& rejection) { return affects(rejection.first, links); });
-  throw *error;
+  if (composed && composed->context().peer >= 0 && !host(composed->context().peer).empty())
+    composed = compose();
+  if (composed) throw *composed;
+}
+
+void TcpNetwork::open_missing(std::span<const Link> links, bool of_both) {
+  for (std::list<ConnectAttempt> missing = missing_attempts(links, of_both); !missing.empty();) {
+    attempts_.splice(attempts_.end(), missing, missing.begin());
+    acceptor_.connect(attempts_.back());
+  }
+}
+
+void TcpNetwork::reopen_dropped(std::span<const Link> links, bool of_both, std::uint64_t& dropped) {
+  if (dropped == attempts_dropped_) return;
+  dropped = attempts_dropped_;
+  open_missing(links, of_both);
+}
+
+// Other channels may need the control connection.
+void TcpNetwork::forget_attempts(std::span<const Link> links) {
+  drop_attempts([&](const ConnectAttempt& attempt) {
+    const bool failed = attempt.state == ConnectAttempt::State::kFailed;
+    return (failed || attempt.info.channel != ConnectionInfo::kControl) &&
+           concerns(attempt.info.server, attempt.info.channel, links);
+  });
+  ++attempts_dropped_;
+  std::erase_if(rejections_, [&](const auto& rejection) {
+    return concerns(rejection.first, rejection.second.channel, links);
+  });
+  wake_waits();
 }
 
 void TcpNetwork::check_link(const Link& link) const {
@@ -291,16 +319,21 @@ bool TcpNetwork::needs_control(const Peer& peer) {
 
 // The server reports the reason, too.
 Verdict TcpNetwork::record_rejection(const ConnectionInfo& info, Verdict verdict) {
-  if (verdict != Verdict::kAccepted) rejections_[info.client] = verdict;
+  const bool of_all = verdict == Verdict::kOtherSettings;
+  if (verdict != Verdict::kAccepted)
+    rejections_[info.client] = {verdict, of_all ? ConnectionInfo::kControl : info.channel};
   return verdict;
 }
 
-// Whether an error of `rank` prevents any of `links`. A number out of range prevents all.
-bool TcpNetwork::affects(int rank, std::span<const Link> links) const {
+// Whether any of `links` lacks this channel of `rank`. A number out of range prevents all.
+bool TcpNetwork::concerns(int rank, int channel, std::span<const Link> links) const {
   return rank < 0 || rank >= options_.size ||
-         std::any_of(
-             links.begin(), links.end(),
-             [&](const Link& link) { return link.peer == rank && !is_linked(link); });
+         std::ranges::any_of(
+             links,
+             [&](const Link& link) {
+               return link.peer == rank && (channel == ConnectionInfo::kControl || channel == link.channel) &&
+                      !is_linked(link);
+             });
 }
 
 void TcpNetwork::on_connected(const ConnectionInfo& info, Descriptor socket, bool outgoing) {

@@ -36,26 +36,29 @@ Error TcpNetwork::aborted_error() const {
   return Error(abort_->kind, abort_->message, context);
 }
 
-std::optional<Error> TcpNetwork::find_error(std::span<const Link> links,
-                                            const std::list<ConnectAttempt>& attempts,
+std::optional<Error> TcpNetwork::find_error(std::span<const Link> links, bool of_both,
                                             const WaitOptions& waiting) const {
   const double waited = waiting.deadline.elapsed();
   if (abort_) return aborted_error();
   if (left_) return left_error(ErrorKind::kAborted);
-  for (const auto& [rank, verdict] : rejections_)
-    if (affects(rank, links)) return rejection_error(rank_pair(rank, waited), verdict);
-  for (const ConnectAttempt& attempt : attempts)
+  for (const auto& [rank, rejection] : rejections_)
+    if (concerns(rank, rejection.channel, links))
+      return rejection_error(rank_pair(rank, waited), rejection.verdict);
+  // What only the peer has to open may still come, though this rank's own attempts have failed.
+  for (const ConnectAttempt& attempt : attempts_)
     if (attempt.state == ConnectAttempt::State::kFailed && !peer(attempt.info.server).left &&
-        affects(attempt.info.server, links))
+        (of_both || attempt.info.server < options_.rank) &&
+        concerns(attempt.info.server, attempt.info.channel, links))
       return attempt_error(rank_pair(attempt.info.server, waited), attempt);
   for (const Link& link : links) {
     const Peer& other = peer(link.peer);
     if (is_linked(link) || !(other.ending || other.left || other.dead)) continue;
     // An answer from before its end may still arrive.
-    const bool connecting = std::any_of(attempts.begin(), attempts.end(), [&](const ConnectAttempt& attempt) {
-      return attempt.info.server == link.peer && attempt.state != ConnectAttempt::State::kDone &&
-             attempt.state != ConnectAttempt::State::kFailed;
-    });
+    const bool connecting =
+        std::any_of(attempts_.begin(), attempts_.end(), [&](const ConnectAttempt& attempt) {
+          return attempt.info.server == link.peer && attempt.state != ConnectAttempt::State::kDone &&
+                 attempt.state != ConnectAttempt::State::kFailed;
+        });
     if (!connecting || other.dead)
       return error_between(ErrorKind::kPeerLost, rank_pair(link.peer, waited), "lost its connection to",
                            other.left ? ", which has left" : ": it has ended, look at its output");
@@ -63,11 +66,11 @@ std::optional<Error> TcpNetwork::find_error(std::span<const Link> links,
   return std::nullopt;
 }
 
-Error TcpNetwork::timeout_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
-                                const WaitOptions& waiting) const {
+Error TcpNetwork::timeout_error(std::span<const Link> links, const WaitOptions& waiting) const {
   const double waited = waiting.deadline.elapsed();
-  for (const ConnectAttempt& attempt : attempts)
-    if (attempt.state != ConnectAttempt::State::kDone)
+  for (const ConnectAttempt& attempt : attempts_)
+    if (attempt.state != ConnectAttempt::State::kDone &&
+        concerns(attempt.info.server, attempt.info.channel, links))
       return error_between(ErrorKind::kTimeout, rank_pair(attempt.info.server, waited),
                            "waited for a connection to", ": " + attempt_progress(attempt));
   const auto missing =

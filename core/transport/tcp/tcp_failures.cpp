@@ -33,7 +33,8 @@ bool is_unreachable(int error) {
 void TcpNetwork::check_timers() {
   drop_attempts([this](const ConnectAttempt& attempt) {
     return attempt.state == ConnectAttempt::State::kDone ||
-           (attempt.state == ConnectAttempt::State::kBackoff &&
+           ((attempt.state == ConnectAttempt::State::kBackoff ||
+             attempt.state == ConnectAttempt::State::kFailed) &&
             has_connection(attempt.info, attempt.info.server));
   });
   acceptor_.check_timers();
@@ -172,7 +173,7 @@ void TcpNetwork::abort(const Error& error) {
 void TcpNetwork::relay(const AbortRecord& record) {
   const std::lock_guard lock(mutex_);
   propagate_abort(record, nullptr);
-  poller_.wake();
+  wake_waits();
 }
 
 bool TcpNetwork::aborted(AbortRecord* record) const {
@@ -195,7 +196,7 @@ void TcpNetwork::leave() {
       for (const auto& connection : stream->connections())
         if (connection) connection->end_output();
   }
-  poller_.wake();
+  wake_waits();
 }
 
 // Peers take a rank that did not leave for dead.

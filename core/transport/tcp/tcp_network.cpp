@@ -1,7 +1,11 @@
 #include "transport/tcp/tcp_network.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <utility>
+
+#include "base/immovable.h"
 
 namespace multiring::tcp {
 namespace {
@@ -13,6 +17,30 @@ constexpr double kTimeSlice = 0.05;
 
 }  // namespace
 
+/// The role of the thread that drives.
+class TcpNetwork::Driver : Immovable {
+ public:
+  explicit Driver(TcpNetwork& network) : network_(network) {}
+  ~Driver() { release(); }
+  /// Whether this thread drives now. Under the lock.
+  bool take() {
+    if (!network_.driven_) taken_ = network_.driven_ = true;
+    return taken_;
+  }
+  bool taken() const { return taken_; }
+  /// One of those that sleep takes over.
+  void release() {
+    if (!std::exchange(taken_, false)) return;
+    const std::lock_guard lock(network_.mutex_);
+    network_.driven_ = false;
+    network_.progressed_.notify_one();
+  }
+
+ private:
+  TcpNetwork& network_;
+  bool taken_ = false;
+};
+
 WaitResult TcpNetwork::wait(std::span<const Ticket> tickets, const WaitOptions& waiting) {
   return drive(waiting, [&](WaitResult* result) { return check_tickets(tickets, result); });
 }
@@ -22,23 +50,25 @@ WaitResult TcpNetwork::drive(const WaitOptions& waiting, const std::function<boo
   const Clock::time_point start = Clock::now();
   Clock::time_point last_check = start;
   bool stall_reported = waiting.stall_after <= 0 || waiting.stalled == nullptr;
+  Driver driver(*this);
   for (;;) {
     const Clock::time_point now = Clock::now();
     bool busy = false;
+    std::uint64_t seen = 0;
     {
       const std::lock_guard lock(mutex_);
-      poller_.dispatch();
-      advance_connections();
-      check_timers();
+      if (driver.take()) handle_events();
       WaitResult result;
       if (finished(&result)) return result;
       busy = !ready_connections_.empty();
+      seen = progress_version_;
     }
     if (waiting.is_cancelled()) return {Outcome::kCancelled};
     if (waiting.deadline.expired()) return {Outcome::kTimeout};
     const double waited = seconds_between(start, now);
     if (seconds_between(last_check, now) >= kTimeSlice / 2) {
       last_check = now;
+      driver.release();  // callbacks may wait here, too
       waiting.check_interrupt();
       if (!stall_reported && waited >= waiting.stall_after) {
         stall_reported = true;
@@ -46,16 +76,42 @@ WaitResult TcpNetwork::drive(const WaitOptions& waiting, const std::function<boo
       }
     }
     const double sleep = std::min(kTimeSlice, waiting.deadline.remaining());
-    poller_.sleep(busy ? 0 : static_cast<int>(std::ceil(sleep * 1000)));
+    if (driver.taken()) {
+      poller_.sleep(busy ? 0 : static_cast<int>(std::ceil(sleep * 1000)));
+      continue;
+    }
+    std::unique_lock lock(mutex_);
+    ++sleepers_;
+    progressed_.wait_for(lock, std::chrono::duration<double>(sleep),
+                         [&] { return !driven_ || progress_version_ != seen; });
+    --sleepers_;
   }
 }
 
-void TcpNetwork::progress() {
-  poller_.sleep(0);
-  const std::lock_guard lock(mutex_);
+void TcpNetwork::handle_events() {
   poller_.dispatch();
   advance_connections();
   check_timers();
+  ++progress_version_;
+  if (sleepers_ > 0) progressed_.notify_all();
+}
+
+void TcpNetwork::wake_waits() {
+  ++progress_version_;
+  if (driven_) poller_.wake();
+  if (sleepers_ > 0) progressed_.notify_all();
+}
+
+// Where another thread drives it makes the progress.
+void TcpNetwork::progress() {
+  Driver driver(*this);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!driver.take()) return;
+  }
+  poller_.sleep(0);
+  const std::lock_guard lock(mutex_);
+  handle_events();
 }
 
 // Each connection of the queue once; those that can advance further are queued again.
@@ -113,7 +169,10 @@ bool TcpNetwork::check_tickets(std::span<const Ticket> tickets, WaitResult* resu
 
 void TcpNetwork::abandon() { descriptors_.close_all(); }
 
-void TcpNetwork::wake() { poller_.wake(); }
+void TcpNetwork::wake() {
+  const std::lock_guard lock(mutex_);
+  wake_waits();
+}
 
 const TcpStream& TcpNetwork::stream(int rank, int channel) const {
   if (rank >= 0 && rank < options_.size) {
@@ -147,11 +206,13 @@ Network::Ticket TcpNetwork::post_send(int rank, int channel,
   for (const auto part : parts) message.bytes += part.size();
   to.post_send(message);
   // At once: the peer may be waiting, and this rank may compute next.
+  bool all_open = true;
   for (const auto& connection : to.connections()) {
-    if (!connection->can_advance()) continue;
-    connection->advance();
+    connection->advance_output();
     if (connection->can_advance()) on_ready(*connection);
+    all_open = all_open && connection->open();
   }
+  if (!ready_connections_.empty() || !all_open) wake_waits();
   return message.ticket;
 }
 
@@ -166,6 +227,7 @@ Network::Ticket TcpNetwork::post_receive(int rank, int channel, std::span<std::b
   from.post_receive(message);
   for (const auto& connection : from.connections())
     if (connection->can_advance()) on_ready(*connection);
+  if (!ready_connections_.empty()) wake_waits();
   return message.ticket;
 }
 
@@ -180,7 +242,10 @@ void TcpNetwork::give_up(std::span<const Ticket> tickets) {
   for (const Ticket ticket : tickets) {
     Message* message = messages_.find(ticket);
     if (message == nullptr) continue;
-    if (message->pending()) peer(message->peer).streams.at(message->channel)->stop();
+    if (message->pending()) {
+      peer(message->peer).streams.at(message->channel)->stop();
+      wake_waits();
+    }
     messages_.release(*message);
   }
 }

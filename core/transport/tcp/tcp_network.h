@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <list>
@@ -37,6 +38,9 @@ namespace multiring::tcp {
 /// for unacknowledged data, which for data connections is checked here. The peer's kernel answers the
 /// heartbeat, and not its process: a rank that computes, or is stopped in a debugger, is slow and not lost.
 /// Deadlines limit how long a slow rank is waited for.
+///
+/// **Threads.** Of the threads that connect or wait one drives: it sleeps until the kernel has events, and
+/// handles them for all. The others sleep until it has, and one of them takes over when it returns.
 ///
 /// Lock: `mutex_` guards all that is neither atomic nor the driving thread's; only that of LostRanks is taken
 /// under it.
@@ -110,8 +114,12 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   TcpStream& stream_to_post(int peer, int channel);
   const TcpStream& stream(int peer, int channel) const;
 
+  class Driver;
   /// Makes progress until `finished`, which is called under the lock and sets the result.
   WaitResult drive(const WaitOptions& waiting, const std::function<bool(WaitResult*)>& finished);
+  void handle_events();
+  /// Other threads' waits look at what this one has changed. Under the lock.
+  void wake_waits();
   void advance_connections();
   void check_timers();
   void learn_of_lost_ranks();
@@ -136,25 +144,34 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   /// For messages.
   int world_rank(int rank) const;
   void add_attempts(int peer, int channel, std::list<ConnectAttempt>& attempts) const;
+  /// Opens what `links` lack, unless that is under way.
+  void open_missing(std::span<const Link> links, bool of_both);
   bool is_linked(const Link& link) const;  // under the lock
   bool all_linked(std::span<const Link> links) const {
     return std::ranges::all_of(links, [this](const Link& link) { return is_linked(link); });
   }
   static bool needs_control(const Peer& peer);
-  bool affects(int rank, std::span<const Link> links) const;
+  bool concerns(int rank, int channel, std::span<const Link> links) const;
   std::string known_host(int rank) const;
   Error left_error(ErrorKind kind) const;
   Error aborted_error() const;
-  std::optional<Error> find_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
+  std::optional<Error> find_error(std::span<const Link> links, bool of_both,
                                   const WaitOptions& waiting) const;
-  Error timeout_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
-                      const WaitOptions& waiting) const;
+  Error timeout_error(std::span<const Link> links, const WaitOptions& waiting) const;
+  /// Opens again what another thread has dropped since.
+  void reopen_dropped(std::span<const Link> links, bool of_both, std::uint64_t& dropped);
+  /// Ends what is under way to connect `links`, of this thread or another one: each may retry.
+  void forget_attempts(std::span<const Link> links);
 
   Store* store_;
   TcpOptions options_;
   std::uint64_t settings_;
   Endpoint own_;
   mutable std::mutex mutex_;
+  bool driven_ = false;                 // a thread drives
+  int sleepers_ = 0;                    // threads that wait while another one drives
+  std::condition_variable progressed_;  // what they wait for
+  std::uint64_t progress_version_ = 0;  // changes with it
   DescriptorTable descriptors_;
   Poller poller_;  // sleep and the events that it found: the driving thread's
   Acceptor acceptor_;
@@ -165,9 +182,14 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   Clock::time_point next_check_ = {};
   std::uint64_t lost_version_ = 0;  // of options_.lost_ranks
   std::optional<AbortRecord> abort_;
-  std::list<ConnectAttempt> pending_attempts_;  // of connect_on_demand, and not done
+  std::list<ConnectAttempt> attempts_;  // not done, of all threads
+  std::uint64_t attempts_dropped_ = 0;  // how often: who waits for one that is gone opens it again
   std::atomic<std::uint64_t> links_version_{0};
-  std::map<int, Verdict> rejections_;  // of clients, by rank
+  struct Rejection {
+    Verdict verdict = Verdict::kAccepted;
+    int channel = 0;  ///< kControl: of the whole peer
+  };
+  std::map<int, Rejection> rejections_;  // of clients, by rank
   bool left_ = false;
   Deadline delivery_ = Deadline::never();  // of what was sent before this rank left
 };

@@ -31,13 +31,12 @@ WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Wait
     }
   }
   if (interrupted(&result)) return result;
+  std::uint64_t dropped = 0;
   {
     const std::lock_guard lock(mutex_);
     if (left_) throw left_error(ErrorKind::kInternal);
-    for (std::list<ConnectAttempt> attempts = missing_attempts(links, true); !attempts.empty();) {
-      pending_attempts_.splice(pending_attempts_.end(), attempts, attempts.begin());
-      acceptor_.connect(pending_attempts_.back());
-    }
+    dropped = attempts_dropped_;
+    open_missing(links, true);
   }
   std::optional<Error> error;
   result = drive(waiting, [&](WaitResult* found) {
@@ -46,15 +45,14 @@ WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Wait
     const bool closed = waiting.is_cancelled();
     if (closed) *found = {WaitResult::Outcome::kCancelled};
     if (abort_ || closed) return true;
-    error = find_error(links, pending_attempts_, waiting);
+    reopen_dropped(links, true, dropped);
+    error = find_error(links, true, waiting);
     return error.has_value();
   });
   if (!error) return result;
   const std::lock_guard lock(mutex_);
-  drop_attempts([](const ConnectAttempt& attempt) {
-    return attempt.state == ConnectAttempt::State::kFailed;
-  });  // a later call may retry
-  std::erase_if(rejections_, [&](const auto& rejection) { return affects(rejection.first, links); });
+  if (all_linked(links)) return {};  // another thread has driven on
+  forget_attempts(links);
   if (error->kind() != ErrorKind::kPeerLost) throw *error;
   const int rank = error->context().peer;
   const Peer& lost = peer(rank);
@@ -67,7 +65,7 @@ bool TcpNetwork::linked(const Link& link) const {
 }
 
 bool TcpNetwork::is_connecting(const ConnectionInfo& info) const {
-  return std::any_of(pending_attempts_.begin(), pending_attempts_.end(), [&](const ConnectAttempt& attempt) {
+  return std::any_of(attempts_.begin(), attempts_.end(), [&](const ConnectAttempt& attempt) {
     return attempt.info.server == info.server && attempt.info.channel == info.channel &&
            attempt.info.stripe == info.stripe && attempt.state != ConnectAttempt::State::kDone &&
            attempt.state != ConnectAttempt::State::kFailed;
@@ -83,11 +81,11 @@ bool TcpNetwork::has_connection(const ConnectionInfo& info, int rank) const {
 }
 
 void TcpNetwork::drop_attempts(const std::function<bool(const ConnectAttempt&)>& dropped) {
-  for (auto next = pending_attempts_.begin(); next != pending_attempts_.end();) {
+  for (auto next = attempts_.begin(); next != attempts_.end();) {
     const auto each = next++;
     if (!dropped(*each)) continue;
     acceptor_.cancel(*each);
-    pending_attempts_.erase(each);
+    attempts_.erase(each);
   }
 }
 

@@ -51,7 +51,7 @@ std::size_t sent_by(RankGroup& group, const AlgorithmRow& row, Collective collec
   std::vector<std::size_t> bytes(size);
   group.run([&](Communicator& communicator) {
     communicator.set_tuning(name + " 0- " + row.name);
-    const SentCounters& counters = group.sent(communicator.rank());
+    const WatchedNetworks& counters = group.sent(communicator.rank());
     const SentCounter& counter = row.name == "rounds" ? counters.rounds : counters.plans;
     std::vector<float> data(count, 1.0F);
     std::vector<float> result(count * size);

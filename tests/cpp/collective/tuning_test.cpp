@@ -28,7 +28,7 @@ struct Traffic {
 };
 Traffic traffic_of(const RankGroup& group, Communicator& communicator, int world_rank, std::size_t count) {
   std::vector<float> data(count, 1.0F);
-  const SentCounters& sent = group.sent(world_rank);
+  const WatchedNetworks& sent = group.sent(world_rank);
   const Traffic before{sent.plans.read(), sent.rounds.read()};
   run(communicator, allreduce_of(DType::kFloat32, count, data.data(), data.data(), "x"));
   EXPECT_EQ(data.back(), static_cast<float>(communicator.size()));

@@ -153,7 +153,7 @@ class MismatchOvertakes : public ::testing::TestWithParam<TransportKind> {
       RankGroup group(options(GetParam()));
       group.run([&](Communicator& communicator) {
         body(communicator, [&] {
-          if (communicator.rank() == late) group.withhold_rounds(late);
+          if (communicator.rank() == late) group.withhold_messages(late);
         });
       });
     }

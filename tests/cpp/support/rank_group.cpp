@@ -81,7 +81,7 @@ void RankGroup::build_cluster(const InprocHub::Options& options) {
     const int host = host_of(rank);
     int& count = counts[static_cast<std::size_t>(host)];
     places_.push_back({host, count++, "host" + std::to_string(host), 1000 + rank});
-    sent_.push_back(std::make_unique<SentCounters>());
+    networks_.push_back(std::make_unique<WatchedNetworks>());
   }
   for (const int count : counts) hosts_.push_back(std::make_shared<InprocHub>(count, options));
 }
@@ -133,9 +133,9 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store,
 }
 
 ClusterContext::MakeNetwork RankGroup::network_maker(int rank, Store& store) const {
-  SentCounters& sent = *sent_[static_cast<std::size_t>(rank)];
+  WatchedNetworks& watch = *networks_[static_cast<std::size_t>(rank)];
   if (mpi_ == nullptr)
-    return [this, &store, &sent, lost = std::make_shared<tcp::LostRanks>()](
+    return [this, &store, &watch, lost = std::make_shared<tcp::LostRanks>()](
                std::span<const int> members, int self, int channels, const std::string& name, bool in_store,
                const WaitOptions& waiting) {
       TcpOptions tcp = tcp_options(self, static_cast<int>(members.size()), channels);
@@ -143,13 +143,13 @@ ClusterContext::MakeNetwork RankGroup::network_maker(int rank, Store& store) con
       tcp.lost_ranks = lost;
       tcp.world.assign(members.begin(), members.end());
       auto network = std::make_unique<TcpNetwork>(in_store ? &store : nullptr, tcp, waiting);
-      return counted(std::move(network), sent.of(name), linked_peers(members, self));
+      return watched(std::move(network), watch, linked_peers(members, self));
     };
-  return [session = mpi_->session(rank), &sent](std::span<const int> members, int self, int channels,
-                                                const std::string& name, bool, const WaitOptions&) {
+  return [session = mpi_->session(rank), &watch](std::span<const int> members, int self, int channels,
+                                                 const std::string& name, bool, const WaitOptions&) {
     MpiOptions options = mpi_options(self, static_cast<int>(members.size()), channels, name);
     options.members.assign(members.begin(), members.end());
-    return counted(std::make_unique<MpiNetwork>(session, options), sent.of(name), nullptr);
+    return watched(std::make_unique<MpiNetwork>(session, options), watch, nullptr);
   };
 }
 

@@ -16,8 +16,8 @@
 #include "base/error.h"
 #include "base/host_links.h"
 #include "engine/communicator.h"
-#include "support/network/counting_network.h"
 #include "support/network/inproc_mpi.h"
+#include "support/network/watched_network.h"
 #include "support/sanitizer.h"
 #include "support/threads.h"
 #include "transport/cluster/cluster_transport.h"
@@ -100,14 +100,11 @@ class RankGroup {
   InprocHub& hub() const { return *hub_; }
 
   /// The networks of `rank` fail from here on when they send or ask for errors; cluster only.
-  void break_networks(int rank) {
-    SentCounters& all = *sent_[static_cast<std::size_t>(rank)];
-    for (SentCounter* each : {&all.plans, &all.rounds, &all.messages}) each->fail();
-  }
+  void break_networks(int rank) { networks_[static_cast<std::size_t>(rank)]->failing = true; }
   /// From here on `rank` learns nothing from other hosts but that another rank has aborted; cluster only.
-  void withhold_rounds(int rank) { sent_[static_cast<std::size_t>(rank)]->rounds.withhold(); }
+  void withhold_messages(int rank) { networks_[static_cast<std::size_t>(rank)]->withholding = true; }
   /// What `rank` has sent to other hosts so far; cluster only.
-  const SentCounters& sent(int rank) const { return *sent_[static_cast<std::size_t>(rank)]; }
+  const WatchedNetworks& sent(int rank) const { return *networks_[static_cast<std::size_t>(rank)]; }
 
   /// Calls of the store in the run that is under way.
   std::size_t store_calls() const { return store_->calls(); }
@@ -143,8 +140,8 @@ class RankGroup {
   std::vector<std::shared_ptr<InprocHub>> hosts_;
   std::vector<ClusterRank> places_;
   std::unique_ptr<InprocMpi> mpi_;
-  std::unique_ptr<CountedStore> store_;  // of the last run
-  std::vector<std::unique_ptr<SentCounters>> sent_;
+  std::unique_ptr<CountedStore> store_;                     // of the last run
+  std::vector<std::unique_ptr<WatchedNetworks>> networks_;  // of each rank
 };
 
 }  // namespace multiring::testing

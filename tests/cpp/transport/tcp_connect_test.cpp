@@ -12,6 +12,7 @@
 #include "support/errors.h"
 #include "support/network/raw_peer.h"
 #include "support/network/tcp_group.h"
+#include "support/threads.h"
 #include "transport/tcp/handshake/connect_errors.h"
 
 namespace multiring {
@@ -177,6 +178,48 @@ TEST(TcpConnect, AHostThatVanishesInTheMiddleOfAHandshakeIsCalledAgain) {
     if (i % 2 == 0) callers.back().say(tcp::encode_challenge(tcp::random_nonce()));
     callers.back().cut_off();
   }
+}
+
+// Plans connect in both ranks, messages in one, or in both: all of them need the same control connection.
+TEST(TcpConnect, ThreadsConnectDifferentLinksOfAPairAtOnce) {
+  constexpr int kPlans = 0, kMessages = 1, kTimes = 50;
+  for (int time = 0; time < kTimes; ++time) {
+    TcpGroup group(2, 2, 2);
+    group.run_unconnected([&](TcpNetwork& network) {
+      const int peer = 1 - network.rank();
+      const std::vector<Network::Link> plans = {{peer, kPlans}}, messages = {{peer, kMessages}};
+      in_threads(2, [&](int thread) {
+        if (thread == 0) return network.connect(plans, wait_seconds(20));
+        if (time % 3 == network.rank()) return;
+        const WaitResult result = network.connect_on_demand(messages, wait_seconds(20));
+        EXPECT_TRUE(result.ok());
+      });
+      Payload sent = pattern(100000, 1);
+      for (const int channel : {kPlans, kMessages}) {
+        progress_until(network, [&] { return network.linked({peer, channel}); });
+        Payload got(sent.size());
+        ASSERT_TRUE(
+            await(network, {send(network, peer, channel, sent), receive(network, peer, channel, got)}).ok());
+        EXPECT_TRUE(got == sent);
+      }
+    });
+  }
+}
+
+// A call that fails ends its own attempts; the other thread's are made, of which one may be for both.
+TEST(TcpConnect, AThreadThatGivesUpDoesNotKeepAnotherFromConnecting) {
+  InprocStore store;
+  TcpNetwork one(store, tcp_options(1, 2, 2));
+  TcpNetwork zero(store, tcp_options(0, 2, 2));
+  const std::vector<Network::Link> first = {{0, 0}}, second = {{0, 1}};
+  Latch started(1);
+  const std::jthread other([&] {
+    started.count_down();
+    EXPECT_TRUE(one.connect_on_demand(second, wait_seconds(20)).ok());
+  });
+  started.wait();
+  connect_error(ErrorKind::kTimeout, one, first, 0.3, "its host answers, the rank does not");
+  progress_until(zero, [&] { return zero.linked({1, 1}); });
 }
 
 TEST(TcpConnect, CanBeRepeated) {

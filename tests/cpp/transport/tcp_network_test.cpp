@@ -1,10 +1,15 @@
 // Messages over TCP between ranks that are threads: sizes, channels, stripes, order.
 
+#include <atomic>
+#include <functional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/errors.h"
 #include "support/network/tcp_group.h"
+#include "support/threads.h"
 
 namespace multiring {
 namespace {
@@ -86,6 +91,93 @@ TEST(TcpNetwork, StripesFollowTheWeights) {
     }
     for (const auto& weights : {std::vector<std::uint32_t>{1, 2}, {0, 0, 0, 0}})
       error_of(ErrorKind::kUsage, [&] { network.set_weights(peer, 0, weights); });
+  });
+}
+
+// Two threads of each rank, a channel each. A thread that does not drive, and would look for its message
+// every 50 ms only, would take longer than all turns together may.
+TEST(TcpNetwork, ThreadsThatWaitMakeProgressForEachOther) {
+  constexpr int kTurns = 2000;
+  TcpGroup group(2, 2);
+  group.run([](TcpNetwork& network) {
+    const int peer = 1 - network.rank();
+    const WaitOptions all_turns = wait_seconds(20);
+    all_turns.deadline.start();
+    in_threads(2, [&](int channel) {
+      Payload ball(1 + static_cast<std::size_t>(channel) * 100000);
+      for (int turn = 0; turn < kTurns / (1 + channel); ++turn) {
+        const bool serves = turn % 2 == network.rank();
+        const Tickets ticket = {serves ? send(network, peer, channel, ball)
+                                       : receive(network, peer, channel, ball)};
+        ASSERT_TRUE(network.wait(ticket, all_turns).ok()) << "turn " << turn;
+      }
+    });
+  });
+}
+
+TEST(TcpNetwork, AThreadThatEndsDrivingLetsAnotherOneDrive) {
+  TcpGroup group(2, 2);
+  group.run([](TcpNetwork& network) {
+    const int peer = 1 - network.rank();
+    Payload received[2] = {Payload(1), Payload(1)};
+    const Payload sent(1);
+    Latch ended(1);
+    in_threads(3, [&](int thread) {
+      if (thread == 2) {  // the message for which thread 0 waits comes when the other waits have ended
+        ended.wait();
+        ASSERT_TRUE(await(network, {send(network, peer, 0, sent)}).ok());
+        return;
+      }
+      const Tickets ticket = {receive(network, peer, thread, received[thread])};
+      if (thread == 0) {
+        EXPECT_TRUE(network.wait(ticket, wait_seconds(20)).ok());
+        return;
+      }
+      const std::function<void()> raise = [] { throw std::runtime_error("Ctrl-C"); };
+      EXPECT_THROW(network.wait(ticket, wait_seconds(20).with_interrupt(raise)), std::runtime_error);
+      const std::atomic<bool> cancelled{true};
+      WaitOptions closing = wait_seconds(20);
+      closing.cancelled = &cancelled;
+      EXPECT_EQ(network.wait(ticket, closing).outcome, Outcome::kCancelled);
+      ended.count_down();
+    });
+  });
+}
+
+TEST(TcpNetwork, AnAbortEndsAllThreadsWaits) {
+  TcpGroup group(2, 3);
+  group.run([](TcpNetwork& network) {
+    Latch waiting(3);
+    in_threads(4, [&](int thread) {
+      if (thread < 3) {
+        Payload never(1);
+        const Tickets ticket = {receive(network, 1 - network.rank(), thread, never)};
+        waiting.count_down();
+        EXPECT_EQ(network.wait(ticket, wait_seconds(20)).outcome, Outcome::kAborted);
+        return;
+      }
+      waiting.wait();
+      if (network.rank() == 0) network.abort(Error(ErrorKind::kAborted, "as the test has it"));
+    });
+  });
+}
+
+TEST(TcpNetwork, CallbacksOfAWaitMayWait) {
+  TcpGroup group(2, 2);
+  group.run([](TcpNetwork& network) {
+    const int peer = 1 - network.rank();
+    const Payload sent(1);
+    Payload outer(1);
+    Payload inner(1);
+    bool called = false;
+    const std::function<void()> exchange = [&] {
+      if (std::exchange(called, true)) return;
+      ASSERT_TRUE(await(network, {send(network, peer, 1, sent), receive(network, peer, 1, inner)}).ok());
+      ASSERT_TRUE(await(network, {send(network, peer, 0, sent)}).ok());
+    };
+    const Tickets tickets = {receive(network, peer, 0, outer)};
+    EXPECT_TRUE(network.wait(tickets, wait_seconds(20).with_interrupt(exchange)).ok());
+    EXPECT_TRUE(called);
   });
 }
 

@@ -16,6 +16,10 @@ constexpr std::size_t kMaxPieces = 64;
 
 void DataConnection::advance() {
   if (open() && readable_ && !blocked_) read();
+  advance_output();
+}
+
+void DataConnection::advance_output() {
   if (open() && writable_ && !output_.empty()) write();
 }
 

@@ -19,6 +19,8 @@ class DataConnection final : public TcpConnection {
       : TcpConnection(std::move(socket), peer, observer), stream_(stream) {}
 
   void advance() override;
+  /// Sends only.
+  void advance_output();
   bool can_advance() const override {
     return open() && ((readable_ && !blocked_) || (writable_ && !output_.empty()));
   }

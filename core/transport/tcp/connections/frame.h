@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/export.h"
-#include "transport/transport.h"
+#include "transport/abort_record.h"
 
 namespace multiring::tcp {
 

@@ -1,23 +1,24 @@
-#include "support/network/counting_network.h"
+#include "support/network/watched_network.h"
 
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "transport/cluster/channels.h"
+
 namespace multiring::testing {
 namespace {
 
-class CountingNetwork final : public Network {
+class WatchedNetwork final : public Network {
  public:
-  CountingNetwork(std::unique_ptr<Network> network, SentCounter& counter,
-                  std::function<bool(int)> may_connect)
-      : network_(std::move(network)), counter_(counter), may_connect_(std::move(may_connect)) {}
+  WatchedNetwork(std::unique_ptr<Network> network, WatchedNetworks& watch,
+                 std::function<bool(int)> may_connect)
+      : network_(std::move(network)), watch_(watch), may_connect_(std::move(may_connect)) {}
 
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override {
     std::size_t bytes = 0;
     for (const auto& part : parts) bytes += part.size();
-    counter_.count(channel, bytes);
+    watch_.count(channel, bytes);
     return network_->post_send(peer, channel, parts);
   }
 
@@ -42,9 +43,9 @@ class CountingNetwork final : public Network {
     return network_->post_receive(peer, channel, buffer);
   }
   WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override {
-    return counter_.withholding() ? wait_for_an_abort(waiting) : network_->wait(tickets, waiting);
+    return watch_.withholding ? wait_for_an_abort(waiting) : network_->wait(tickets, waiting);
   }
-  bool done(Ticket ticket) const override { return !counter_.withholding() && network_->done(ticket); }
+  bool done(Ticket ticket) const override { return !watch_.withholding && network_->done(ticket); }
   void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
   void progress() override {
     throw_if_failing();
@@ -82,26 +83,25 @@ class CountingNetwork final : public Network {
     }
   }
   void throw_if_failing() const {
-    if (counter_.failing()) throw Error(ErrorKind::kInternal, "the network fails, as the test has it");
+    if (watch_.failing) throw Error(ErrorKind::kInternal, "the network fails, as the test has it");
   }
 
   std::unique_ptr<Network> network_;
-  SentCounter& counter_;
+  WatchedNetworks& watch_;
   const std::function<bool(int)> may_connect_;
 };
 
 }  // namespace
 
-SentCounter& SentCounters::of(const std::string& name) {
-  if (name.ends_with("-plans")) return plans;
-  if (name.ends_with("-rounds")) return rounds;
-  if (name.ends_with("-messages")) return messages;
-  throw std::invalid_argument("a network of no known kind: " + name);
+void WatchedNetworks::count(int channel, std::size_t bytes) {
+  if (channel == kRounds) rounds.count(bytes);
+  if (channel == kPlans) plans.count(bytes);
+  if (channel == kChunks || channel == kAcks) messages.count(bytes);
 }
 
-std::unique_ptr<Network> counted(std::unique_ptr<Network> network, SentCounter& counter,
+std::unique_ptr<Network> watched(std::unique_ptr<Network> network, WatchedNetworks& watch,
                                  std::function<bool(int)> may_connect) {
-  return std::make_unique<CountingNetwork>(std::move(network), counter, std::move(may_connect));
+  return std::make_unique<WatchedNetwork>(std::move(network), watch, std::move(may_connect));
 }
 
 }  // namespace multiring::testing
