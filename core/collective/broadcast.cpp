@@ -20,10 +20,10 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
   const int root = operation.descriptor.key.root;
   const std::size_t bytes = operation.descriptor.bytes;
   const bool is_root = exchange.rank() == root;
-  const CrossingAlgorithm algorithm =
+  const CrossingAlgorithm& algorithm =
       exchange.plans().algorithm(exchange.transport(), Collective::kBroadcast, bytes, Order::kAny);
+  operation.descriptor.key.algorithm = hash_of(algorithm);
   if (!algorithm.staged) {
-    operation.descriptor.key.algorithm = hash_of(algorithm);
     exchange.match(call, operation.descriptor);
     std::vector<Piece> blocks(static_cast<std::size_t>(exchange.size()));
     blocks[static_cast<std::size_t>(root)] = {operation.input, is_root ? nullptr : operation.output, bytes};

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
 
 #include "collective/cluster/cluster_copy.h"
 #include "collective/cluster/plan_run.h"
@@ -72,9 +73,10 @@ Pieces pieces_of(const Exchange& exchange, const Operation& operation) {
 
 /// Every rank stages its piece, or sends it by a plan, and takes all pieces.
 void allgather(Exchange& exchange, const OperationCall& call, Operation& operation) {
-  const auto algorithm = [&](std::size_t piece) {
-    if (!traits_of(operation.descriptor).has_array) return CrossingAlgorithm{.staged = true};
-    return exchange.plans().algorithm(exchange.transport(), Collective::kAllgather, piece, Order::kAny);
+  const bool has_array = traits_of(operation.descriptor).has_array;
+  const auto algorithm = [&](std::size_t piece) -> const CrossingAlgorithm& {
+    return exchange.plans().algorithm(exchange.transport(), Collective::kAllgather, has_array ? piece : 0,
+                                      Order::kAny);
   };
   operation.descriptor.key.algorithm = exchange.plans().allgather_rules();
   // The longest piece decides, which is not known yet: that of this piece may differ.
@@ -86,7 +88,7 @@ void allgather(Exchange& exchange, const OperationCall& call, Operation& operati
   const Pieces pieces = pieces_of(exchange, operation);
   const std::vector<StagedCopy::Incoming> incoming =
       join_rows(exchange, call, operation, pieces.rows, pieces.row_bytes);
-  if (const CrossingAlgorithm chosen = algorithm(pieces.longest); !chosen.staged) {
+  if (const CrossingAlgorithm& chosen = algorithm(pieces.longest); !chosen.staged) {
     std::vector<Piece> blocks;
     for (const StagedCopy::Incoming& piece : incoming) blocks.push_back({nullptr, piece.data, piece.bytes});
     blocks[static_cast<std::size_t>(exchange.rank())].input = operation.input;

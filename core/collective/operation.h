@@ -83,7 +83,7 @@ struct Operation {
   /// Null: the collective allocates `result` (not for allreduce and broadcast).
   std::byte* output = nullptr;
   std::size_t output_bytes = 0;         ///< room at `output`
-  std::vector<Piece> pieces;            ///< allreduce: the array, where `input` and `output` are null
+  std::vector<Piece> pieces;            ///< the array, where `input` and `output` are null
   std::vector<std::uint64_t> splits;    ///< alltoall: rows for each rank
   std::vector<std::uint64_t> received;  ///< allgather, alltoall, gather: rows that came from each rank
   ResultBuffer result;

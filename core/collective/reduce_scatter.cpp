@@ -86,7 +86,7 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   }
 
   const bool may_be_direct = exchange.transport().shares_memory() && descriptor.bytes > kDirectScatterFrom;
-  const CrossingAlgorithm algorithm = exchange.plans().algorithm(
+  const CrossingAlgorithm& algorithm = exchange.plans().algorithm(
       exchange.transport(), Collective::kReduceScatter, descriptor.bytes, descriptor.key.order);
   operation.descriptor.key.algorithm = hash_of(algorithm);
   exchange.match(call, descriptor, [&] {

@@ -116,7 +116,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
                                           const std::function<void(CommunicatorOptions&)>& adjust = {});
   /// Tells all ranks how to reach each other: afterwards nobody asks the store, which may go. Collective.
   void exchange_addresses(const CallOptions& call);
-  /// Replaces the tuning of later allreduces (collective/plan/tuning.h); empty: none. To be called between
+  /// Replaces the tuning of later collectives (collective/plan/tuning.h); empty: none. To be called between
   /// the same operations on all ranks; raises a usage error while any is in progress here.
   void set_tuning(const std::string& tuning);
   /// The table of algorithms of a collective of float32, with what this communicator uses as the chosen one.

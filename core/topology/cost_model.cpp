@@ -119,6 +119,27 @@ double predict(const Plan& plan, const CostModel& model) {
   return predict_steps(plan, model).seconds(plan.segments());
 }
 
+namespace {
+
+/// What all ranks of a host at least read and write together, where the array has so many bytes.
+double least_memory_bytes(const Plan& plan, std::size_t ranks, double bytes) {
+  const auto here = static_cast<double>(ranks);
+  const auto all = static_cast<double>(plan.cluster().size());
+  switch (plan.collective()) {
+    case Collective::kReduceScatter:
+      return here * bytes;  // inputs
+    case Collective::kAllgather:
+      return here * bytes * (all - 1.0) / all;  // the others' pieces
+    case Collective::kBroadcast:
+      return (here - 1.0) * bytes;  // the root may be here
+    case Collective::kAllreduce:
+      break;
+  }
+  return 2.0 * here * bytes;
+}
+
+}  // namespace
+
 double limit_seconds(const Plan& plan, const CostModel& model) {
   validate(model);
   const Cluster& cluster = plan.cluster();
@@ -138,6 +159,7 @@ double limit_seconds(const Plan& plan, const CostModel& model) {
       by_interfaces += share(n) * divided;
     divided /= n;
   }
+  if (plan.collective() == Collective::kBroadcast && by_interfaces > 0.0) by_interfaces = bytes;
   // Of two cables each passes half; along a line each passes everything, in both directions, and of blocks
   // all but one.
   if (!cluster.fully_linked() && cluster.links == HostLinks::kRing)
@@ -146,8 +168,8 @@ double limit_seconds(const Plan& plan, const CostModel& model) {
     by_interfaces = bytes;
   for (const Host& host : cluster.hosts) {
     if (cluster.size() > 1)
-      limit = std::max(limit,
-                       2.0 * static_cast<double>(host.ranks.size()) * bytes / host.memory.bytes_per_second);
+      limit =
+          std::max(limit, least_memory_bytes(plan, host.ranks.size(), bytes) / host.memory.bytes_per_second);
     double speed = 0.0;
     for (const Interface& interface : host.interfaces) speed += interface.bytes_per_second;
     if (by_interfaces > 0.0) limit = std::max(limit, by_interfaces / speed);

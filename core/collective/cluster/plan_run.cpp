@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <string>
 #include <utility>
 
 #include "base/arithmetic/kernels/copy.h"
@@ -49,7 +50,7 @@ PlanRun::PlanRun(Exchange& exchange, const OperationCall& call, const Operation&
   steps_ = segments_.front().schedule->steps.size();
   std::size_t slot_bytes = 0;
   for (const Segment& segment : segments_) {
-    segment_bytes_ = std::max(segment_bytes_, segment.range.size());
+    if (adds(collective_)) published_at_ = std::max(published_at_, segment.range.size());
     slot_bytes = std::max(slot_bytes, segment.schedule->bytes);
   }
   in_flight_.resize(std::min(segments_.size(), steps_ * kPipelineDepth + 1));
@@ -124,7 +125,7 @@ void PlanRun::publish(std::size_t index) {
   const InFlightSegment& finished = in_flight(index);
   const RankSchedule& schedule = *finished.schedule;
   if (schedule.share.empty()) return;
-  copy_bytes(hierarchy_.staging(local_rank_) + segment_bytes_, result_at(finished, schedule.share.begin),
+  copy_bytes(hierarchy_.staging(local_rank_) + published_at_, result_at(finished, schedule.share.begin),
              schedule.share.size() * carried_element_);
 }
 
@@ -211,7 +212,7 @@ void PlanRun::write_results(std::size_t index) {
     const bool own = static_cast<int>(local_rank) == local_rank_;
     if (own && finished.output != nullptr) continue;
     const std::byte* const results = own ? finished.memory + schedule.result
-                                         : hierarchy_.staged(static_cast<int>(local_rank)) + segment_bytes_;
+                                         : hierarchy_.staged(static_cast<int>(local_rank)) + published_at_;
     const Range range = bytes_of(index, share);
     if (!rounded_) {
       pieces_.write(write_cursor_, range, results);
@@ -310,26 +311,34 @@ void run_blocks(Exchange& exchange, const OperationCall& call, const Operation& 
   std::vector<std::size_t> sizes;
   for (const Piece& block : blocks) sizes.push_back(block.bytes);
   std::vector<PlanRun::Segment> segments;
-  const std::vector<int> order = exchange.plans().block_order(transport);
+  const std::vector<int>& order = exchange.plans().block_order(transport);
   PlanCache::Request request{.dtype = whole.dtype(),
                              .order = whole.descriptor.key.order,
                              .mode = algorithm.mode,
                              .collective = collective,
                              .blocks = std::vector<std::size_t>(sizes.size())};
   std::size_t begin = 0;
-  for (const Range part : block_segments(sizes, transport.hierarchy()->staging_bytes(), algorithm.segment)) {
+  const std::vector<Range> parts =
+      block_segments(sizes, transport.hierarchy()->staging_bytes(), algorithm.segment);
+  if (parts.empty())
+    throw_usage("MULTIRING_STAGING_BYTES is too small for the blocks of " + std::to_string(sizes.size()) +
+                " ranks by " + algorithm_name(algorithm));
+  std::shared_ptr<const RankSchedule> schedule;
+  for (const Range part : parts) {
     std::size_t end = begin;
     for (const int rank : order) {
       const auto index = static_cast<std::size_t>(rank);
       const Piece& block = blocks[index];
       const Range taken = intersect(part, {0, block.bytes});
+      if (request.blocks[index] != taken.size() / element) schedule = nullptr;  // another one
       request.blocks[index] = taken.size() / element;
       end += taken.size();
       if (taken.empty()) continue;
       whole.pieces.push_back({block.input == nullptr ? nullptr : block.input + taken.begin,
                               block.output == nullptr ? nullptr : block.output + taken.begin, taken.size()});
     }
-    segments.push_back({{begin, end}, exchange.plans().schedule(transport, request)});
+    if (schedule == nullptr) schedule = exchange.plans().schedule(transport, request);
+    segments.push_back({{begin, end}, schedule});
     begin = end;
   }
   Operation* const operations[] = {&whole};

@@ -117,7 +117,7 @@ class PlanRun : Immovable {
   const std::size_t carried_element_;
   const std::vector<Segment> segments_;
   WaitOptions waiting_;
-  std::size_t segment_bytes_ = 0;  // of the largest
+  std::size_t published_at_ = 0;  // in staging memory, behind the largest segment that may be staged there
   std::size_t steps_ = 0;
   std::shared_ptr<std::vector<std::byte>> workspace_;
   std::vector<InFlightSegment> in_flight_;

@@ -10,8 +10,7 @@ namespace multiring::segments {
 inline constexpr std::size_t kMessagesFrom = 16 * 1024;
 inline constexpr std::size_t kMinPiece = 1024;
 inline constexpr std::size_t kMaxCopy = 256 * 1024;
-// Measured on 4 x 2 emulated hosts, 1 Gbit/s: more bytes in flight made broadcasts and alltoalls slower,
-// fewer messages allgathers and reduce-scatters.
+// Measured on 4 x 2 emulated hosts, 1 Gbit/s: more bytes in flight made alltoalls slower.
 inline constexpr std::size_t kBytesInFlight = 1024 * 1024;
 inline constexpr std::size_t kMinInFlight = 4;
 inline constexpr std::size_t kMaxInFlight = 8;

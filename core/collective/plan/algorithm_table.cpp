@@ -16,9 +16,11 @@
 namespace multiring {
 namespace {
 
-// Segments that are tried for a broadcast.
+// Segments that are tried for a broadcast. More than so many for each host do not make it quicker (measured
+// on 4 x 2 emulated hosts): what a rank does for each is not all in the model.
 constexpr std::size_t kMinBroadcastSegment = 16 * 1024;
 constexpr std::size_t kMaxBroadcastSegment = 512 * 1024;
+constexpr std::size_t kBroadcastSegmentsOfHost = 8;
 
 Cluster validated(Cluster cluster) {
   cluster.validate();
@@ -65,13 +67,18 @@ AlgorithmTable::AlgorithmTable(Cluster cluster, CostModel model, std::size_t sta
       staging_bytes_(usable(staging_bytes)),
       round_(cluster_) {}
 
-AlgorithmTable::Load AlgorithmTable::load_of(const Plan& plan, std::size_t bytes, std::size_t segment) const {
-  Load load;
-  load.plan = multiring::load_of(plan);
-  if (bytes > 0)
-    load.segments =
-        segment_count(bytes, plan_segment_bytes(bytes, hierarchy_staging_bytes(staging_bytes_), segment));
-  return load;
+/// 0: staging memory is too small for so many blocks.
+std::size_t AlgorithmTable::segments_of(const PlanOptions& options, std::size_t segment) const {
+  const std::size_t element = element_bytes(options);
+  const std::size_t staging = hierarchy_staging_bytes(staging_bytes_);
+  if (options.blocks.empty()) {
+    const std::size_t bytes = options.count * element;
+    return bytes == 0 ? 1 : segment_count(bytes, plan_segment_bytes(bytes, staging, segment));
+  }
+  std::vector<std::size_t> blocks = options.blocks;
+  for (std::size_t& block : blocks) block *= element;
+  if (*std::ranges::max_element(blocks) == 0) return 1;
+  return block_segments(blocks, staging, segment).size();
 }
 
 AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const {
@@ -80,7 +87,10 @@ AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm,
   if (algorithm.staged) return round_load(options);
   options.mode = algorithm.mode;
   if (std::ranges::any_of(algorithm.mode, needs_any_order)) options.order = Order::kAny;
-  return load_of(Plan(cluster_, options), bytes, algorithm.segment);
+  Load load;
+  load.plan = multiring::load_of(Plan(cluster_, options));
+  load.segments = segments_of(options, algorithm.segment);
+  return load;
 }
 
 AlgorithmTable::Load AlgorithmTable::round_load(const PlanOptions& options) const {
@@ -139,21 +149,26 @@ AlgorithmTable::Entry AlgorithmTable::rounds(const PlanOptions& options) const {
   return entry;
 }
 
-/// With which segment a plan is quickest (0: that of plan_segment_bytes), and how long it takes then. A
-/// broadcast reaches the hosts one after the other, sooner in smaller segments; others keep all links busy
-/// from the first hop on.
-std::pair<std::size_t, double> AlgorithmTable::best_segment(const Plan& plan,
-                                                            const PlanOptions& options) const {
-  const std::size_t bytes = plan.count() * element_bytes(options);
-  Load load = load_of(plan, bytes, 0);
-  std::pair<std::size_t, double> best{0, seconds(load, cluster_, model_)};
-  if (plan.collective() != Collective::kBroadcast || bytes == 0) return best;
-  for (std::size_t segment = kMaxBroadcastSegment; segment >= kMinBroadcastSegment; segment /= 2) {
-    load.segments =
-        segment_count(bytes, plan_segment_bytes(bytes, hierarchy_staging_bytes(staging_bytes_), segment));
-    if (const double needed = seconds(load, cluster_, model_); needed < best.second) best = {segment, needed};
-  }
-  return best;
+/// The largest segment with which a plan is as quick as with any (0: that of plan_segment_bytes), and how
+/// long it takes then. A broadcast reaches the hosts one after the other, sooner in smaller segments; others
+/// keep all links busy from the first hop on. None: staging memory is too small for so many blocks.
+std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan& plan,
+                                                                      const PlanOptions& options) const {
+  Load load;
+  load.plan = multiring::load_of(plan);
+  std::vector<Segmented> tried;
+  const auto add = [&](std::size_t segment) {
+    load.segments = segments_of(options, segment);
+    if (load.segments > 0) tried.push_back({segment, seconds(load, cluster_, model_)});
+  };
+  add(0);
+  const std::size_t least = std::max(
+      kMinBroadcastSegment, plan.count() * element_bytes(options) /
+                                (kBroadcastSegmentsOfHost * static_cast<std::size_t>(cluster_.host_count())));
+  if (plan.collective() == Collective::kBroadcast && plan.count() > 0)
+    for (std::size_t segment = kMaxBroadcastSegment; segment >= least; segment /= 2) add(segment);
+  if (tried.empty()) return std::nullopt;
+  return simplest_quick(tried);
 }
 
 std::vector<AlgorithmTable::Entry> AlgorithmTable::plans(const PlanOptions& options) const {
@@ -161,15 +176,16 @@ std::vector<AlgorithmTable::Entry> AlgorithmTable::plans(const PlanOptions& opti
   const bool is_fixed = options.rounded && options.mode.empty();
   for (const PlanOptions& tried : is_fixed ? std::vector{options} : plan_options(cluster_, options)) {
     const Plan plan(cluster_, tried);
-    const auto [segment, needed] = best_segment(plan, options);
+    const std::optional<Segmented> best = best_segment(plan, options);
+    if (!best) continue;
     // The one before may be the same by one interface in place of all.
     const bool is_other = found.empty() || found.back().algorithm.mode != plan.mode();
-    if (!is_other && found.back().seconds <= needed) continue;
+    if (!is_other && found.back().seconds <= best->seconds) continue;
     if (is_other) found.emplace_back();
     found.back().algorithm.mode = plan.mode();
-    found.back().algorithm.segment = segment;
+    found.back().algorithm.segment = best->segment;
     found.back().options = tried;
-    found.back().seconds = needed;
+    found.back().seconds = best->seconds;
   }
   return found;
 }
@@ -231,11 +247,13 @@ AlgorithmRow AlgorithmTable::other_row(const PlanOptions& options) const {
         "host " + std::to_string(missing->first) + " has no link to host " + std::to_string(missing->second);
   } else if (options.order != Order::kAny && needs_any_order(options.mode.back())) {
     row.excluded = "adds in the order of the ring (--order any)";
+  } else if (const std::optional<Segmented> best = best_segment(Plan(cluster_, options), options); !best) {
+    row.excluded = "MULTIRING_STAGING_BYTES is too small for the blocks of so many ranks";
   } else {
     Entry entry;
     entry.algorithm.mode = options.mode;
     entry.options = options;
-    entry.seconds = best_segment(Plan(cluster_, options), options).second;
+    entry.seconds = best->seconds;
     return row_of(entry);
   }
   return row;

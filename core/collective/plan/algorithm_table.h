@@ -66,8 +66,12 @@ class MULTIRING_API AlgorithmTable {
   Entry rounds(const PlanOptions& options) const;
   std::optional<Entry> whole(const PlanOptions& options) const;
   Load round_load(const PlanOptions& options) const;
-  Load load_of(const Plan& plan, std::size_t bytes, std::size_t segment) const;
-  std::pair<std::size_t, double> best_segment(const Plan& plan, const PlanOptions& options) const;
+  struct Segmented {
+    std::size_t segment = 0;  ///< bytes; 0: as the runtime divides by itself
+    double seconds = 0.0;
+  };
+  std::size_t segments_of(const PlanOptions& options, std::size_t segment) const;
+  std::optional<Segmented> best_segment(const Plan& plan, const PlanOptions& options) const;
   const RoundLoad& broadcast_round() const;
   double least_plan_seconds() const;
   double seconds(const Load& load, const Cluster& cluster, const CostModel& model) const;

@@ -20,6 +20,16 @@ constexpr std::string_view kRounds = "rounds";
 constexpr std::string_view kWhole = "allreduce:";
 constexpr std::size_t kMaxBytes = std::size_t{1} << 62;
 
+/// At most `most`, about `wanted`, and all of about the same length.
+std::size_t segment_bytes(std::size_t bytes, std::size_t most, std::size_t wanted) {
+  std::size_t segment = wanted > 0
+                            ? std::clamp(round_up(wanted, kCacheLine), std::min(kCacheLine, most), most)
+                            : std::clamp(bytes / kSegments, std::min(kMinSegment, most), most);
+  const std::size_t count = segment_count(bytes, segment);
+  segment = round_up((bytes + count - 1) / count, kCacheLine);
+  return std::min({segment, most, bytes});
+}
+
 }  // namespace
 
 std::size_t parse_bytes(std::string_view text) {
@@ -71,9 +81,9 @@ std::uint16_t hash_of(const CrossingAlgorithm& algorithm) {
 
 std::vector<Range> block_segments(std::span<const std::size_t> blocks, std::size_t staging_bytes,
                                   std::size_t wanted) {
-  const std::size_t most = staging_bytes / 2;
-  const std::size_t segment = plan_segment_bytes(
-      std::accumulate(blocks.begin(), blocks.end(), std::size_t{0}), staging_bytes, wanted);
+  const std::size_t most = staging_bytes / kCacheLine * kCacheLine;
+  const std::size_t segment =
+      segment_bytes(std::accumulate(blocks.begin(), blocks.end(), std::size_t{0}), most, wanted);
   const std::size_t longest = *std::ranges::max_element(blocks);
   std::vector<Range> found;
   for (std::size_t begin = 0; begin < longest;) {
@@ -81,8 +91,7 @@ std::vector<Range> block_segments(std::span<const std::size_t> blocks, std::size
         std::ranges::count_if(blocks, [&](std::size_t each) { return each > begin; }));
     std::size_t part = round_up((segment + longer - 1) / longer, kCacheLine);
     if (part * longer > most) part = most / longer / kCacheLine * kCacheLine;
-    if (part == 0)
-      throw_usage("MULTIRING_STAGING_BYTES is too small for blocks of " + std::to_string(longer) + " ranks");
+    if (part == 0) return {};
     found.push_back({begin, std::min(begin + part, longest)});
     begin = found.back().end;
   }
@@ -90,13 +99,7 @@ std::vector<Range> block_segments(std::span<const std::size_t> blocks, std::size
 }
 
 std::size_t plan_segment_bytes(std::size_t bytes, std::size_t staging_bytes, std::size_t wanted) {
-  const std::size_t most = staging_bytes / 2 / kCacheLine * kCacheLine;
-  std::size_t segment = wanted > 0
-                            ? std::clamp(round_up(wanted, kCacheLine), std::min(kCacheLine, most), most)
-                            : std::clamp(bytes / kSegments, std::min(kMinSegment, most), most);
-  const std::size_t count = segment_count(bytes, segment);
-  segment = round_up((bytes + count - 1) / count, kCacheLine);
-  return std::min({segment, most, bytes});
+  return segment_bytes(bytes, staging_bytes / 2 / kCacheLine * kCacheLine, wanted);
 }
 
 }  // namespace multiring

@@ -34,15 +34,15 @@ MULTIRING_API std::uint16_t hash_of(const CrossingAlgorithm& algorithm);
 /// Reads 4096, 64K, 1M or 1G (factors of 1024). Raises a usage error.
 MULTIRING_API std::size_t parse_bytes(std::string_view text);
 
-/// Bytes of the array that a plan takes at once, where staging memory has so many: at most `wanted` (0: as
-/// many as keep several segments in flight). Staging memory holds a segment, and a share of the results of
-/// another. `bytes` and `staging_bytes`: at least 1.
+/// Bytes of the array that the plan of an allreduce takes at once, where staging memory has so many: at most
+/// `wanted` (0: as many as keep several segments in flight). Staging memory holds a segment, and a share of
+/// the results of another. `bytes` and `staging_bytes`: at least 1.
 MULTIRING_API std::size_t plan_segment_bytes(std::size_t bytes, std::size_t staging_bytes,
                                              std::size_t wanted = 0);
 
-/// What a plan takes of each block at once: bytes from the begin of the block, where it is that long.
-/// `blocks`: bytes of each, at least one of them not 0. Raises a usage error where staging memory is too
-/// small for so many.
+/// What a plan of blocks takes of each block at once: bytes from the begin of the block, where it is that
+/// long. `blocks`: bytes of each, at least one of them not 0. Staging memory holds a segment; none where it
+/// is too small for so many blocks.
 MULTIRING_API std::vector<Range> block_segments(std::span<const std::size_t> blocks,
                                                 std::size_t staging_bytes, std::size_t wanted = 0);
 

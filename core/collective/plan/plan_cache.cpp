@@ -125,6 +125,7 @@ AlgorithmTable PlanCache::table(const Transport& transport) const {
 
 std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, Collective collective,
                                           std::size_t bytes, Order order) {
+  if (!adds(collective)) order = Order::kAny;
   PlanOptions options = collective_options(collective, bytes / sizeof(float), transport.size());
   options.order = order;
   std::vector<AlgorithmRow> rows = table(transport).rows(options);
@@ -146,9 +147,11 @@ JobCosts PlanCache::fit(std::span<const AllreduceProbe> probes, const Transport&
   return fit_costs(cluster_of(transport), probes, transport.staging_bytes());
 }
 
-CrossingAlgorithm PlanCache::algorithm(const Transport& transport, Collective collective, std::size_t bytes,
-                                       Order order, bool rounded) {
-  if (transport.size() == 1 || transport.shares_memory() || bytes == 0) return {.staged = true};
+const CrossingAlgorithm& PlanCache::algorithm(const Transport& transport, Collective collective,
+                                              std::size_t bytes, Order order, bool rounded) {
+  static const CrossingAlgorithm kRounds{.staged = true};
+  if (transport.size() == 1 || transport.shares_memory() || bytes == 0) return kRounds;
+  if (!adds(collective)) order = Order::kAny;
   if (forced_ && collective == Collective::kAllreduce) return *forced_;
   if (const CrossingAlgorithm* const rule = rounded ? nullptr : tuning_.rule(collective, bytes);
       rule != nullptr)
@@ -169,24 +172,26 @@ CrossingAlgorithm PlanCache::algorithm(const Transport& transport, Collective co
 }
 
 std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, Request request) {
-  if (const auto found = index_.find(request); found != index_.end()) {
-    recent_.splice(recent_.begin(), recent_, found->second);
-    return recent_.front().second;
+  auto& [recent, index] = request.blocks.empty() ? allreduces_ : blocks_;
+  if (const auto found = index.find(request); found != index.end()) {
+    recent.splice(recent.begin(), recent, found->second);
+    return recent.front().second;
   }
   if (cluster_.hosts.empty()) cluster_ = cluster_of(transport);
   auto made = std::make_shared<RankSchedule>(make_schedule(plan(request), transport.rank()));
-  if (recent_.size() >= kMaxSchedules) {
-    index_.erase(recent_.back().first);
-    recent_.pop_back();
+  if (recent.size() >= kMaxSchedules) {
+    index.erase(recent.back().first);
+    recent.pop_back();
   }
-  recent_.emplace_front(std::move(request), std::move(made));
-  index_[recent_.front().first] = recent_.begin();
-  return recent_.front().second;
+  recent.emplace_front(std::move(request), std::move(made));
+  index[recent.front().first] = recent.begin();
+  return recent.front().second;
 }
 
-std::vector<int> PlanCache::block_order(const Transport& transport) {
+const std::vector<int>& PlanCache::block_order(const Transport& transport) {
   if (cluster_.hosts.empty()) cluster_ = cluster_of(transport);
-  return Blocks::order(cluster_);
+  if (block_order_.empty()) block_order_ = Blocks::order(cluster_);
+  return block_order_;
 }
 
 const std::shared_ptr<std::vector<std::byte>>& PlanCache::workspace(std::size_t bytes) {

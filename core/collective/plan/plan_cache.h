@@ -22,7 +22,7 @@
 
 namespace multiring {
 
-/// What a rank keeps of its plans from one allreduce to the next.
+/// What a rank keeps of its plans from one collective to the next.
 class MULTIRING_API PlanCache {
  public:
   // Enough for the gradients of a training step, whose sizes repeat.
@@ -53,8 +53,9 @@ class MULTIRING_API PlanCache {
   /// Of a collective of so many bytes (an allgather: the longest piece): what is forced (allreduces only), or
   /// what a rule of the tuning says, or else the quickest by the table of algorithms. Of what is rounded
   /// between hosts bits may not depend on the size, so rules do not count there. The same on all ranks.
-  CrossingAlgorithm algorithm(const Transport& transport, Collective collective, std::size_t bytes,
-                              Order order, bool rounded = false);
+  /// Stays as it is until the next call that changes something here.
+  const CrossingAlgorithm& algorithm(const Transport& transport, Collective collective, std::size_t bytes,
+                                     Order order, bool rounded = false);
   /// A hash of what decides on an allgather, whose algorithm is not known before ranks are matched; 0: no
   /// tuning.
   std::uint16_t allgather_rules() const { return allgather_rules_; }
@@ -64,10 +65,10 @@ class MULTIRING_API PlanCache {
   /// The costs that explain what was measured among these ranks (fit_costs.h).
   static JobCosts fit(std::span<const AllreduceProbe> probes, const Transport& transport);
   /// This rank's schedule. The same requests give schedules that match on all ranks. Least recently used ones
-  /// are dropped.
+  /// are dropped: of allreduces, and of blocks, whose sizes repeat less often.
   std::shared_ptr<const RankSchedule> schedule(const Transport& transport, Request request);
   /// In which order blocks lie in a plan.
-  std::vector<int> block_order(const Transport& transport);
+  const std::vector<int>& block_order(const Transport& transport);
   /// Memory of at least so many bytes, kept between calls; replaced only where it has to grow.
   const std::shared_ptr<std::vector<std::byte>>& workspace(std::size_t bytes);
 
@@ -93,8 +94,13 @@ class MULTIRING_API PlanCache {
   Tuning tuning_;
   std::uint16_t allgather_rules_ = 0;
   std::shared_ptr<Choices> choices_ = std::make_shared<Choices>();
-  std::list<Kept> recent_;  // most recently used first
-  std::map<Request, std::list<Kept>::iterator> index_;
+  struct Schedules {
+    std::list<Kept> recent;  // most recently used first
+    std::map<Request, std::list<Kept>::iterator> index;
+  };
+  Schedules allreduces_;
+  Schedules blocks_;
+  std::vector<int> block_order_;  // empty: not yet found
   std::shared_ptr<std::vector<std::byte>> workspace_;
 };
 

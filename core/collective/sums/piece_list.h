@@ -12,7 +12,7 @@
 
 namespace multiring {
 
-/// The elements of an allreduce as one sequence of bytes: the pieces of one array, or several arrays.
+/// The elements of a collective as one sequence of bytes: the pieces of one array, or several arrays.
 class PieceList : Immovable {
  public:
   explicit PieceList(std::span<Operation* const> operations);

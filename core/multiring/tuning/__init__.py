@@ -1,1 +1,1 @@
-"""The algorithm of allreduces across hosts, by their size: measured by `multiring tune`, kept in a file."""
+"""The algorithms of collectives across hosts, by size: measured by `multiring tune`, kept in a file."""

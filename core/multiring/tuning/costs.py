@@ -35,7 +35,12 @@ _SECONDS = 0.5
 _MAX_BARRIER_SECONDS = 0.002
 _BARRIERS = 5
 _LOGGED_SIZES = [1024 * 4**power for power in range(9)]
-_CHOOSING = {"allreduce": "an allreduce", "reduce_scatter": "a reduce-scatter", "allgather": "an allgather"}
+_CHOOSING = {
+    "allreduce": "an allreduce",
+    "reduce_scatter": "a reduce-scatter",
+    "allgather": "an allgather",
+    "broadcast": "a broadcast",
+}
 
 
 def learn_costs(comm: Communicator, settings: Settings) -> None:

@@ -44,13 +44,15 @@ std::vector<AlgorithmRow> table_of(const Layout& layout, std::size_t count,
 
 class AlgorithmTable : public ::testing::TestWithParam<Layout> {};
 
-/// Runs a collective of `count` elements by the algorithm of a row; what the busiest rank sends.
-std::size_t sent_by(RankGroup& group, const AlgorithmRow& row, Collective collective, std::size_t count) {
+/// Runs a collective of `count` elements by the algorithm of a row, or as the job chooses; what the busiest
+/// rank sends by what carries that algorithm's messages.
+std::size_t sent_by(RankGroup& group, const AlgorithmRow& row, Collective collective, std::size_t count,
+                    bool job_chooses = false) {
   const std::string name = collective_name(collective);
   const auto size = static_cast<std::size_t>(group.size());
   std::vector<std::size_t> bytes(size);
   group.run([&](Communicator& communicator) {
-    communicator.set_tuning(name + " 0- " + row.name);
+    if (!job_chooses) communicator.set_tuning(name + " 0- " + row.name);
     const WatchedNetworks& counters = group.sent(communicator.rank());
     const SentCounter& counter = row.name == "rounds" ? counters.rounds : counters.plans;
     std::vector<float> data(count, 1.0F);
@@ -163,6 +165,44 @@ TEST(AlgorithmTableRows, TheChosenOneIsWhatAJobRuns) {
   expect_run({{1, 1, 1, 1}, Order::kAny, TransportKind::kClusterRing}, 1 << 20, "1px4r");
   expect_run({std::vector<int>(8, 1)}, 1 << 15, "1px8t", "costs shared_message_seconds=1e-3");
   expect_run({{1, 1, 1, 1}}, 1 << 14, "1px4d", "costs message_seconds=1");
+}
+
+TEST(AlgorithmTableRows, TheChosenOneIsWhatAJobRunsOfBlocks) {
+  constexpr std::size_t kCount = 1 << 18;
+  for (const Layout& layout : {Layout{{1, 1, 1, 1}}, Layout{{3, 1, 2}},
+                               Layout{{2, 1, 3, 1}, Order::kCanonical, TransportKind::kClusterRing}}) {
+    GroupOptions options(layout.transport, layout.cluster().size(), 1 << 20);
+    options.layout = layout.ranks;
+    RankGroup group(options);
+    for (const Collective collective :
+         {Collective::kReduceScatter, Collective::kAllgather, Collective::kBroadcast}) {
+      std::vector<AlgorithmRow> rows;
+      group.run([&](Communicator& communicator) {
+        if (communicator.rank() == 0)
+          rows = communicator.algorithm_rows(collective, kCount * sizeof(float), layout.order);
+      });
+      ASSERT_EQ(std::ranges::count_if(rows, &AlgorithmRow::is_chosen), 1);
+      const AlgorithmRow& row = *std::ranges::find_if(rows, &AlgorithmRow::is_chosen);
+      ASSERT_NE(row.name, "rounds");
+      EXPECT_EQ(sent_by(group, row, collective, kCount, true), row.rank_bytes)
+          << collective_name(collective) << " by " << row.name;
+    }
+  }
+}
+
+// A rank's work for each segment is not all in the model, by which ever smaller ones are a little quicker.
+TEST(AlgorithmTableRows, BroadcastsAreNotCutIntoMoreSegmentsThanHelp) {
+  for (const std::vector<int>& ranks : {std::vector<int>{1, 1, 1, 1}, {2, 2, 2, 2}}) {
+    const Layout layout{ranks};
+    for (const std::size_t bytes : {std::size_t{8} << 20, std::size_t{1} << 30}) {
+      const PlanOptions options =
+          collective_options(Collective::kBroadcast, bytes / sizeof(float), layout.cluster().size());
+      const CrossingAlgorithm chosen =
+          multiring::AlgorithmTable(layout.cluster(), {}, 256 * 1024).quickest(options);
+      ASSERT_FALSE(chosen.staged);
+      EXPECT_TRUE(chosen.segment == 0 || chosen.segment >= 256 * 1024) << chosen.segment;
+    }
+  }
 }
 
 TEST(AlgorithmTableRows, WithoutATuningAJobHasTheCostsOfTheModel) {

@@ -11,7 +11,6 @@
 
 namespace multiring {
 namespace {
-
 using namespace testing;
 
 /// How many rows each rank has: the same number, or unequal ones, none for some.

@@ -116,11 +116,14 @@ TEST(CostModel, NoPlanIsBelowTheLimit) {
         for (const Order order : {Order::kCanonical, Order::kAny}) {
           const std::vector<int> layout(static_cast<std::size_t>(hosts), ranks);
           const Cluster cluster = make_cluster(layout, {{kGigabit, 1e-5}, {kGigabit / 4, 1e-5}});
-          PlanOptions options = options_for("", count);
-          options.order = order;
-          const Plan plan = choose_plan(cluster, options, {});
-          EXPECT_LE(limit_seconds(plan, {}), predict(plan, {}) * (1.0 + 1e-3))
-              << hosts << "x" << ranks << ", " << count;
+          for (const Collective collective : {Collective::kAllreduce, Collective::kReduceScatter,
+                                              Collective::kAllgather, Collective::kBroadcast}) {
+            PlanOptions options = collective_options(collective, count, cluster.size());
+            options.order = order;
+            const Plan plan = choose_plan(cluster, options, {});
+            EXPECT_LE(limit_seconds(plan, {}), predict(plan, {}) * (1.0 + 1e-3))
+                << collective_name(collective) << " " << hosts << "x" << ranks << ", " << count;
+          }
         }
 }
 

@@ -1,4 +1,4 @@
-"""`multiring plan`: prints, draws and predicts the plan of an allreduce on a described cluster."""
+"""`multiring plan`: prints, draws and predicts the plan of a collective on a described cluster."""
 
 from __future__ import annotations
 
@@ -146,6 +146,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Chooses the plan and prints it. Raises UsageError for a mode that does not fit the cluster."""
     by_rounds = args.mode == _ROUNDS  # which are no plan, so the table has all that there is to say
+    if by_rounds and args.segment:
+        _refuse("--segment is for plans, and rounds are none")
     prediction = predict(args)
     if args.json:
         explained = {"algorithms": rows_as_json(prediction)} if args.explain or by_rounds else {}
