@@ -167,12 +167,17 @@ def _emulation(options: argparse.Namespace) -> Emulation | None:
         argparse.ArgumentTypeError: An option is wrong.
     """
     if options.emulate is None:
-        for name in ("rate", "cables"):
+        for name in ("rate", "cables", "switch_queue"):
             if getattr(options, name) is not None:
-                raise argparse.ArgumentTypeError(f"--{name} is of emulated hosts: give --emulate as well")
+                option = name.replace("_", "-")
+                raise argparse.ArgumentTypeError(f"--{option} is of emulated hosts: give --emulate as well")
         return None
-    cables = f" --cables {options.cables}" if options.cables else ""
-    emulation = Emulation.parse(options.emulate, (options.rate or "1gbit") + cables)
+    if options.cables and options.switch_queue:
+        raise argparse.ArgumentTypeError("--switch-queue is of a switch, and with --cables there is none")
+    network = f" --cables {options.cables}" if options.cables else ""
+    if options.switch_queue:
+        network += f" --switch-queue {options.switch_queue}"
+    emulation = Emulation.parse(options.emulate, (options.rate or "1gbit") + network)
     if options.ranks not in (None, emulation.size):
         raise argparse.ArgumentTypeError(
             f"-np {options.ranks} and --emulate {options.emulate} do not go together: leave -np out"
@@ -212,6 +217,12 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         "--cables",
         choices=("ring", "line"),
         help="emulated hosts have no switch, but cables of --rate to the next host and the one before",
+    )
+    parser.add_argument(
+        "--switch-queue",
+        metavar="SIZE",
+        help="what the switch keeps for each emulated host, as 64kb; what comes when that is "
+        "full is lost [as much as is sent in 50 ms]",
     )
     # What the process that starts the ranks tells them about itself.
     parser.add_argument("--shown-as", help=argparse.SUPPRESS)

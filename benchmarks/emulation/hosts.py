@@ -33,6 +33,8 @@ _PATIENCE = 10.0  # seconds
 # Of the token bucket that limits a link: enough for a timer's tick at 10 Gbit/s.
 _BURST = "256kb"
 _LATENCY = "50ms"
+# The same where the switch's queue is short, which the burst adds to: a packet of the largest size.
+_QUEUE_BURST = "64kb"
 
 
 @functools.cache
@@ -64,6 +66,8 @@ class EmulatedHosts:
         cables: "ring" or "line": besides, each host and the next, and in a ring the last and the first, have
             a cable of their own, a network of two. Nothing passes from cable to cable.
         cable_rate: Of each cable, as `rates`.
+        switch_queue: What the switch keeps for each host at most, as `tc` takes it ("64kb"); what comes
+            when it is full is lost. Empty: as much as is sent in 50 ms.
 
     Raises:
         OSError: They cannot be made; says what went wrong.
@@ -75,11 +79,13 @@ class EmulatedHosts:
         rates: Sequence[str] | None = None,
         cables: str = "",
         cable_rate: str | None = None,
+        switch_queue: str = "",
     ) -> None:
         self.count = count
         ends = {"": 0, "ring": count, "line": count - 1}[cables]
         self._cables = [(host, (host + 1) % count) for host in range(ends)]
         self._cable_rate = cable_rate
+        self._switch_queue = switch_queue
         self._rates: list[str | None] = [None] if rates is None else list(rates)
         self._cleanup = ExitStack()
         self._holders: list[int] = []  # of the hosts, and behind them that of the switches
@@ -194,6 +200,8 @@ class EmulatedHosts:
             return
         limit = ["root", "tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY]
         self._run(host, "tc", "qdisc", "add", "dev", device, *limit)
+        if self._switch_queue:
+            limit = ["root", "tbf", "rate", rate, "burst", _QUEUE_BURST, "limit", self._switch_queue]
         self._run(switch, "tc", "qdisc", "add", "dev", port, *limit)
 
     def _hold(self) -> int:

@@ -39,12 +39,14 @@ class Emulation:
         ranks: On each of them.
         rates: Of each link of a host, as `tc` takes it.
         cables: "ring" or "line": there is no switch, and the one rate is that of cables between neighbours.
+        switch_queue: What the switch keeps for each host, as `tc` takes it; empty: 50 ms of the rate.
     """
 
     hosts: int
     ranks: int
     rates: tuple[str, ...]
     cables: str = ""
+    switch_queue: str = ""
 
     @classmethod
     def parse(cls, layout: str, rates: str) -> Emulation:
@@ -58,13 +60,14 @@ class Emulation:
             raise argparse.ArgumentTypeError(
                 f"{layout!r} is no layout: give hosts x ranks on each, such as 2x4; from 2 to 250 hosts"
             )
+        rates, _, switch_queue = rates.partition(" --switch-queue ")
         rates, _, cables = rates.partition(" --cables ")
         links = tuple(rates.split(","))
         if cables and (len(links) > 1 or int(match[1]) < 3):
             raise argparse.ArgumentTypeError("--cables is for three hosts or more, and takes one --rate")
         for rate in links:
             bytes_per_second(rate)
-        return cls(int(match[1]), int(match[2]), links, cables)
+        return cls(int(match[1]), int(match[2]), links, cables, switch_queue)
 
     @property
     def size(self) -> int:
@@ -87,7 +90,7 @@ class Emulation:
         """The hosts, to be entered."""
         if self.cables:
             return EmulatedHosts(self.hosts, None, self.cables, self.rates[0])
-        return EmulatedHosts(self.hosts, self.rates)
+        return EmulatedHosts(self.hosts, self.rates, switch_queue=self.switch_queue)
 
     def settings(self) -> dict[str, str]:
         """Variables of the ranks."""
@@ -101,7 +104,8 @@ class Emulation:
     def __str__(self) -> str:
         """As it is written on the command line."""
         cables = f" --cables {self.cables}" if self.cables else ""
-        return f"{self.hosts}x{self.ranks} --rate {','.join(self.rates)}{cables}"
+        queue = f" --switch-queue {self.switch_queue}" if self.switch_queue else ""
+        return f"{self.hosts}x{self.ranks} --rate {','.join(self.rates)}{cables}{queue}"
 
 
 def bytes_per_second(rate: str) -> float:
