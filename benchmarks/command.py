@@ -167,8 +167,8 @@ def _emulation(options: argparse.Namespace) -> Emulation | None:
         argparse.ArgumentTypeError: An option is wrong.
     """
     if options.emulate is None:
-        for name in ("rate", "cables", "switch_queue"):
-            if getattr(options, name) is not None:
+        for name in ("rate", "cables", "switch_queue", "tcp_streams"):
+            if getattr(options, name, None):
                 option = name.replace("_", "-")
                 raise argparse.ArgumentTypeError(f"--{option} is of emulated hosts: give --emulate as well")
         return None

@@ -121,8 +121,6 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
         *make_contenders(comm, args.peers, args.comm_dtype, args.modes)
     ]
     if args.tcp_streams:
-        if args.emulation is None:
-            raise UsageError("--tcp-streams is for hosts that are emulated: add --emulate")
         contenders.append(TcpStreams(comm, args.emulation))
     mpich = None if args.mpich is None else _add_mpich(comm, contenders, args)
     task = Sum(comm.rank, comm.size)

@@ -41,6 +41,8 @@ WRONG = {
     "allreduce --emulate 2x2 --rate 1gbit,": "'' is no rate: give such as 1gbit",
     "allreduce --emulate 2x2 -np 3": "-np 3 and --emulate 2x2 do not go together",
     "allreduce --rate 1gbit": "--rate is of emulated hosts: give --emulate as well",
+    "allreduce --tcp-streams": "--tcp-streams is of emulated hosts: give --emulate as well",
+    "allreduce --emulate 3x1 --cables ring --switch-queue 64kb": "--switch-queue is of a switch",
     "allreduce --plot results.jpg": "has to end in .png: results.jpg",
     "allreduce --json .": "--json . is a directory",
     "allreduce --json /no/such/place/x.json": "/no/such/place is no directory that can be written to",

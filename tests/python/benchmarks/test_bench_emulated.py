@@ -40,16 +40,16 @@ def emulated() -> None:
 @pytest.mark.usefixtures("emulated")
 def test_emulated_hosts_are_measured_and_leave_nothing() -> None:
     words = ["--emulate", "2x2", "--rate", "400mbit,400mbit", "--sizes", "64KiB", "--seconds", "0.02"]
-    words += ["--comm-dtype", "bfloat16"]
+    words += ["--comm-dtype", "bfloat16", "--switch-queue", "1mb", "--tcp-streams"]
     done, files = measured(*words, "--peers", "mpi", "--format", "markdown")
     report = json.loads(files["r.json"])
-    assert (report["ranks"], report["hosts"]) == (4, "2x2 --rate 400mbit,400mbit")
+    assert (report["ranks"], report["hosts"]) == (4, "2x2 --rate 400mbit,400mbit --switch-queue 1mb")
     rows = {row["contender"]: row for row in report["rows"]}
-    assert list(rows) == ["multiring", "multiring bfloat16", "Open MPI", "limit"]
+    assert list(rows) == ["multiring", "multiring bfloat16", "Open MPI", "TCP streams", "limit"]
     assert rows["limit"]["sample"]["median"] == 64 * 1024 / 100e6  # the array once, over both links
     sent = rows["multiring"]["sent"]
     assert sum(sent["eth0"]) + sum(sent["eth1"]) >= 2 * 64 * 1024
-    assert "4 ranks of emulated hosts (2x2 --rate 400mbit,400mbit), all on" in done.stdout
+    assert "4 ranks of emulated hosts (2x2 --rate 400mbit,400mbit --switch-queue 1mb), all on" in done.stdout
 
 
 @pytest.mark.usefixtures("emulated")
