@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,6 +18,14 @@ __all__ = ["TcpStreams"]
 
 _PIECE = 1 << 20  # bytes of a call
 _PATIENCE = 20.0  # seconds
+
+
+def _moved(call: Callable[[memoryview], int], piece: memoryview) -> int:
+    """Bytes that a stream takes or gives now."""
+    try:
+        return call(piece) if piece else 0
+    except BlockingIOError:
+        return 0
 
 
 class TcpStreams(Contender[FloatArray]):
@@ -52,20 +61,11 @@ class TcpStreams(Contender[FloatArray]):
         sent = received = 0
         deadline = time.monotonic() + _PATIENCE
         while sent < len(going) or received < len(coming):
-            moved = 0
-            try:
-                if sent < len(going):
-                    moved += (put := self._out.send(going[sent : sent + _PIECE]))
-                    sent += put
-            except BlockingIOError:
-                pass
-            try:
-                if received < len(coming):
-                    moved += (got := self._in.recv_into(coming[received : received + _PIECE]))
-                    received += got
-            except BlockingIOError:
-                pass
-            if moved:
+            put = _moved(self._out.send, going[sent : sent + _PIECE])
+            got = _moved(self._in.recv_into, coming[received : received + _PIECE])
+            sent += put
+            received += got
+            if put or got:
                 continue
             if time.monotonic() > deadline:
                 raise InternalError(

@@ -22,6 +22,7 @@ from multiring.arrays import (
 from multiring.errors import UsageError
 from multiring.reductions import (
     CrossingKeywords,
+    NativeReduction,
     check_crossing,
     native_crossing,
     native_reduction,
@@ -168,7 +169,8 @@ class Collectives:
         Returns:
             This rank's block, shape (rows of the block, *x.shape[1:]).
         """
-        return self._run(*self._reduce_scatter(x, op, out, name, prescale, postscale, order), timeout)
+        reduction = native_reduction(op, prescale, postscale, order=order)
+        return self._run(*self._reduce_scatter(x, out, name, reduction), timeout)
 
     def reduce_scatter_async(
         self,
@@ -182,20 +184,14 @@ class Collectives:
         order: OrderName | None = None,
     ) -> Work:
         """Like `reduce_scatter`, without waiting."""
-        return self._submit(*self._reduce_scatter(x, op, out, name, prescale, postscale, order), priority)
+        reduction = native_reduction(op, prescale, postscale, order=order)
+        return self._submit(*self._reduce_scatter(x, out, name, reduction), priority)
 
     def _reduce_scatter(
-        self,
-        x: Array,
-        op: str,
-        out: Array | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        order: OrderName | None,
+        self, x: Array, out: Array | None, name: str | None, reduction: NativeReduction
     ) -> tuple[native.Operation, Finish]:
         operation = self._operation("REDUCE_SCATTER", name)
-        operation.set_reduction(*native_reduction(op, prescale, postscale, order=order))
+        operation.set_reduction(*reduction)
         return operation, self._join(operation, x, out)
 
     def allgather(

@@ -15,6 +15,7 @@ from multiring.types import CommDtypeName, OrderName, ReduceOpName
 
 __all__ = [
     "CrossingKeywords",
+    "NativeReduction",
     "ReductionKeywords",
     "ScaleKeywords",
     "check_crossing",
@@ -128,10 +129,14 @@ def native_crossing(
     )
 
 
+NativeReduction = tuple[native.ReduceOp, float, float, tuple[native.CommDtype, native.Order]]
+"""What `Operation.set_reduction` takes."""
+
+
 def native_reduction(
     op: str = "sum", prescale: float = 1.0, postscale: float = 1.0, **crossing: Unpack[CrossingKeywords]
-) -> tuple[native.ReduceOp, float, float, tuple[native.CommDtype, native.Order]]:
-    """What `Operation.set_reduction` takes; raises UsageError for unknown names."""
+) -> NativeReduction:
+    """From names; raises UsageError for unknown ones."""
     return reduce_op(op), prescale, postscale, native_crossing(**crossing)
 
 
