@@ -53,6 +53,8 @@ class Variable:
         except ImportError:
             return "?"  # diagnostics do without the native library, whose defaults these are
         value = getattr(Settings(), self.field)
+        if isinstance(value, bool):
+            return str(int(value))
         if isinstance(value, float):
             return f"{value:g}"
         return str(value) if value else ""
@@ -119,6 +121,10 @@ def _choice(*accepted: str) -> Callable[[str], str]:
     return parse
 
 
+def _yes_or_no(text: str) -> bool:
+    return _choice("0", "1")(text) == "1"
+
+
 def _secret(text: str) -> bytes:
     value = bytes.fromhex(text)
     if len(value) < 16:
@@ -178,6 +184,18 @@ VARIABLES: tuple[Variable, ...] = (
         "debug, info, warning or error",
         "Least serious message that is written to stderr.",
         _choice("debug", "info", "warning", "error"),
+    ),
+    Variable(
+        "quiet",
+        "0 or 1",
+        "1: rank 0 does not say at the start what job this is, nor warn of too few cores.",
+        _yes_or_no,
+    ),
+    Variable(
+        "traceback",
+        "short or full",
+        "How an error that ends a rank is shown; short: without the lines of multiring itself.",
+        _choice("short", "full"),
     ),
     Variable(
         "spin_microseconds",

@@ -13,6 +13,7 @@ from typing import Any
 
 from multiring import _core, config
 from multiring.communicator import Communicator
+from multiring.console.start_line import say_start
 from multiring.errors import UsageError
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect
@@ -102,12 +103,13 @@ def init(comm: Any = None) -> Communicator:
 
 def _join(comm: Any, settings: Settings) -> Communicator:
     """The world, which nobody else sees before all ranks are done with it here."""
-    core = connect(comm, settings, _generation, _held)
-    joined = Communicator(core)
+    connected = connect(comm, settings, _generation, _held)
+    joined = Communicator(connected.core)
     try:
         learn_costs(joined, settings)
         if joined.rank == 0:
             tell_launcher(settings)
+            say_start(joined, settings, by_mpi=connected.by_mpi)
     except BaseException:
         joined.close()
         _held.close()

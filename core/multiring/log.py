@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 
-__all__ = ["configure_log"]
+__all__ = ["announce", "configure_log"]
 
 _log = logging.getLogger("multiring")
+_ANNOUNCED = "is_announced"  # attribute of records that say something, and warn of nothing
 
 
 class _ToStderr(logging.Handler):
@@ -22,11 +23,8 @@ class _ToStderr(logging.Handler):
             logger = logger.parent if logger.propagate else None
         try:
             if sys.stderr is not None:
-                print(
-                    f"multiring: {record.levelname.lower()}: {self.format(record)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                level = "" if getattr(record, _ANNOUNCED, False) else f"{record.levelname.lower()}: "
+                print(f"multiring: {level}{self.format(record)}", file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
 
@@ -36,3 +34,13 @@ def configure_log(level: str) -> None:
     _log.setLevel(level.upper())
     if not any(isinstance(handler, _ToStderr) for handler in _log.handlers):
         _log.addHandler(_ToStderr())
+
+
+def announce(message: str) -> None:
+    """Writes a message that is no warning, and yet for every user: unless errors alone are asked for."""
+    if _log.isEnabledFor(logging.WARNING):
+        record = _log.makeRecord(
+            *(_log.name, logging.INFO, __file__, 0, message, (), None),
+            extra={_ANNOUNCED: True},
+        )
+        _log.handle(record)

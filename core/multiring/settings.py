@@ -18,6 +18,8 @@ class Settings(_core.JobSettings):
         store: URL of the rendezvous store (`file:///dir` or `tcp://host:port`); empty means none was given.
         secret: Per-job secret, or None.
         job_id: Name of the job; empty means none was given.
+        quiet: Whether rank 0 says nothing at the start.
+        traceback: "short": without frames of multiring; "full": as Python shows it.
         log_level: "debug", "info", "warning" or "error".
         tuning: File that says what allreduces across hosts cost, and which algorithms they use; the core is
             told what it says.
@@ -35,6 +37,8 @@ class Settings(_core.JobSettings):
     secret: bytes | None = None
     job_id: str = ""
     log_level: str = "warning"
+    quiet: bool = False
+    traceback: str = "short"
     mpi_bridge: str = ""
     check_every: int = 100
 

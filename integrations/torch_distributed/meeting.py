@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from multiring import config, errors
 from multiring.communicator import Communicator
+from multiring.console.start_line import say_start
 from multiring.errors import MultiringError, PeerLostError, UsageError
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
@@ -124,6 +125,8 @@ def connect_group(given: Any) -> Communicator:
         tell_launcher(settings)
     if is_world:
         learn_costs(joined, settings)
+    if is_world and rank == 0:
+        say_start(joined, settings, by_mpi=False)
     return joined
 
 

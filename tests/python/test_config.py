@@ -31,6 +31,8 @@ READ: dict[str, dict[str, object]] = {
     "host_links": {"Ring": "ring", "": "switch"},
     "staging_bytes": {"4096": 4096, "64k": 65536, "256KiB": 262144, "2M": 2 << 20, "1gib": 1 << 30},
     "stall_warning": {"0": 0.0},
+    "quiet": {"1": True, "0": False, "": False},
+    "traceback": {"Full": "full", "": "short"},
 }
 
 
@@ -46,6 +48,8 @@ BAD = {
     "MULTIRING_STORE": ["/tmp/x", "http://x"],
     "MULTIRING_TIMEOUT": ["0", "-3", "inf", "nan"],
     "MULTIRING_LOG_LEVEL": ["loud"],
+    "MULTIRING_QUIET": ["yes", "2"],
+    "MULTIRING_TRACEBACK": ["none"],
     "MULTIRING_SPIN_MICROSECONDS": ["1.5"],
     "MULTIRING_STAGING_BYTES": ["12", "1TB", "2g", "mib"],
     "MULTIRING_STALL_WARNING": ["-1"],

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from multiring import _core
 from multiring.errors import MultiringError, UsageError
@@ -27,7 +27,7 @@ from multiring.store import OTHER_SECRET, FileStore, Interrupt, Store, open_stor
 from multiring.tuning.file import OFF
 from multiring.tuning.file import load as load_tuning
 
-__all__ = ["connect", "connect_members"]
+__all__ = ["Connected", "connect", "connect_members"]
 
 _log = logging.getLogger("multiring")
 
@@ -37,6 +37,13 @@ _MEETINGS = {"torchrun": "multiring.torchrun.meeting"}
 
 # Stores of this process, by their URLs.
 _served: set[str] = set()
+
+
+class Connected(NamedTuple):
+    """What `connect` returns."""
+
+    core: _core.Communicator
+    by_mpi: bool = False
 
 
 class _Prefixed(Store):
@@ -53,7 +60,7 @@ class _Prefixed(Store):
         return self._store.get(self._prefix + key, timeout, interrupt)
 
 
-def connect(comm: Any, settings: Settings, generation: int, held: ExitStack) -> _core.Communicator:
+def connect(comm: Any, settings: Settings, generation: int, held: ExitStack) -> Connected:
     """Meets the other ranks and connects with them. Collective.
 
     Args:
@@ -61,6 +68,9 @@ def connect(comm: Any, settings: Settings, generation: int, held: ExitStack) -> 
         settings: Of this process.
         generation: How often this process has connected, this time included; the same on all ranks.
         held: Gets what has to stay open as long as the communicator.
+
+    Returns:
+        The communicator of all ranks, and whether MPI carries what goes between hosts.
 
     Raises:
         UsageError: The launcher's variables or a setting are wrong, or `comm` is no communicator.
@@ -70,19 +80,19 @@ def connect(comm: Any, settings: Settings, generation: int, held: ExitStack) -> 
         return _connect_mpi(mpi_job.join_communicator(comm, settings), settings)
     placement = launch_environment.detect()
     if placement.size == 1:
-        return _connect_launched(placement, settings, generation)
+        return Connected(_connect_launched(placement, settings, generation))
     check_not_taken(placement)
-    core = _connect_ranks(placement, settings, generation)
+    connected = _connect_ranks(placement, settings, generation)
     note_placement(placement)
     held.callback(forget_placement)
-    return core
+    return connected
 
 
-def _connect_ranks(placement: Placement, settings: Settings, generation: int) -> _core.Communicator:
+def _connect_ranks(placement: Placement, settings: Settings, generation: int) -> Connected:
     if carries(settings, placement.launcher, placement.is_spread):
         job = mpi_job.join_launched(placement.rank, placement.size, placement.launcher, settings)
         return _connect_mpi(job, settings)
-    return _connect_launched(placement, settings, generation)
+    return Connected(_connect_launched(placement, settings, generation))
 
 
 def connect_members(
@@ -171,7 +181,7 @@ def _telling_if_late(placement: Placement, settings: Settings) -> Iterator[None]
         timer.cancel()
 
 
-def _connect_mpi(job: mpi_job.MpiJob, settings: Settings) -> _core.Communicator:
+def _connect_mpi(job: mpi_job.MpiJob, settings: Settings) -> Connected:
     options = _options(job.rank, job.size, settings)
     options.spread = job.size > 1
     options.secret = job.secret
@@ -179,9 +189,9 @@ def _connect_mpi(job: mpi_job.MpiJob, settings: Settings) -> _core.Communicator:
     if job.session is not None:
         options.mpi = job.session
     if job.size == 1:
-        return _core.connect(None, options)
+        return Connected(_core.connect(None, options))
     with job.open_store(settings.timeout) as store:
-        return _core.connect(_Prefixed(store, f"{job.job_id}/"), options)
+        return Connected(_core.connect(_Prefixed(store, f"{job.job_id}/"), options), job.session is not None)
 
 
 def _connect_launched(placement: Placement, settings: Settings, generation: int) -> _core.Communicator:

@@ -1,0 +1,148 @@
+"""The line by which rank 0 says at the start what job this is, and warnings of too few cores or ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from multiring import machine
+from multiring.log import announce
+
+if TYPE_CHECKING:
+    from multiring.communicator import Communicator
+    from multiring.settings import Settings
+
+__all__ = ["cores_for_each_rank", "looks_distributed", "say_start"]
+
+_log = logging.getLogger("multiring")
+_has_said = False  # one job has one start, however often its ranks join again
+
+# By what the ranks of one host differ from what has started them, for each launcher.
+_RANK_VARIABLES = ("MULTIRING_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+# How many processes a launcher that was not recognised has started, or would start.
+_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "MPI_LOCALNRANKS")
+_SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 26)  # bytes of allreduces, up to which an algorithm is told
+
+
+def say_start(comm: Communicator, settings: Settings, *, by_mpi: bool) -> None:
+    """Says version, ranks, hosts, cores, transport and algorithms, in one line; to be called on rank 0.
+
+    Args:
+        comm: The world.
+        settings: Of this rank; `quiet` silences everything here.
+        by_mpi: Whether MPI carries what goes between hosts.
+    """
+    global _has_said
+    if settings.quiet or _has_said:
+        return
+    _has_said = True
+    from multiring import __version__
+
+    cores = cores_for_each_rank(comm.local_size)
+    ranks, hosts = _count(comm.size, "rank"), _count(comm.cross_size, "host")
+    places = f"{ranks} on {hosts}" if comm.size > 1 else _alone(os.environ)
+    parts = [f"version {__version__}", f"{places}, {_cores_text(cores)} for each rank"]
+    if comm.size > 1:
+        parts.append(_transport(comm, by_mpi))
+        parts.append(f"{_algorithms(comm)}order {settings.order}")
+    announce("; ".join(parts))
+    if comm.local_size > 1 and cores < 1:
+        most = max(1, round(cores * comm.local_size))
+        _log.warning(
+            "%d ranks share %s of host %s and take turns on them, so that every step waits for the last: "
+            "start at most %s on this host, or give it more cores",
+            *(comm.local_size, _count(most, "core"), comm.host, _count(most, "rank")),
+        )
+    if comm.size == 1 and (sign := looks_distributed(os.environ)):
+        _log.warning(
+            "this process trains alone, although %s: it was started by no launcher that multiring knows, so "
+            "nothing is reduced over ranks. Start it by `multiring run -np 2 %s`, torchrun, mpirun or srun",
+            *(sign, _program()),
+        )
+
+
+def cores_for_each_rank(local_size: int) -> float:
+    """How many cores each rank of this host has; less than 1: they take turns.
+
+    A rank may be bound to its share, or see what all of its host have: that is what the launcher may use.
+    """
+    own, allowed = os.sched_getaffinity(0), _launcher_cpus()
+    total = min(len(own | allowed), _quota())
+    return min(float(len(own)), total / local_size)
+
+
+def looks_distributed(environ: Mapping[str, str]) -> str:
+    """What in the environment says that there are several processes; empty: nothing does."""
+    for name in _COUNTS:
+        text = environ.get(name, "")
+        if text.isdecimal() and int(text) > 1:
+            return f"{name} is {text}"
+    return "MASTER_ADDR is set" if "MASTER_ADDR" in environ else ""
+
+
+def _quota() -> float:
+    quota = machine.cpu_quota()
+    return float("inf") if quota is None else max(1.0, quota)
+
+
+def _launcher_cpus() -> set[int]:
+    """The processors of the nearest ancestor that is not part of a rank itself."""
+    name = next((name for name in _RANK_VARIABLES if name in os.environ), "")
+    if not name:
+        return set()
+    pid, mark = os.getppid(), f"\0{name}=".encode()
+    try:
+        while pid > 1 and mark in b"\0" + _read(f"/proc/{pid}/environ"):
+            pid = int(_read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[1])
+        return os.sched_getaffinity(pid) if pid > 1 else set()
+    except (OSError, ValueError, IndexError):  # another user's, or gone
+        return set()
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _alone(environ: Mapping[str, str]) -> str:
+    """How to call a world of one rank."""
+    started = any(name in environ for name in _RANK_VARIABLES)
+    return "1 rank" if started else f"1 rank (no launcher; `multiring run -np 2 {_program()}` starts two)"
+
+
+def _program() -> str:
+    """What to write after `multiring run`."""
+    script = sys.argv[0] if sys.argv else ""
+    return os.path.basename(script) if script.endswith(".py") else "train.py"
+
+
+def _transport(comm: Communicator, by_mpi: bool) -> str:
+    if comm.cross_size == 1:
+        return "shared memory"
+    between = f"{'MPI' if by_mpi else 'TCP'} between hosts"
+    return f"shared memory and {between}" if comm.size > comm.cross_size else between
+
+
+def _algorithms(comm: Communicator) -> str:
+    """Which algorithms allreduces use across hosts, by size."""
+    if comm.cross_size == 1:
+        return ""
+    chosen: list[tuple[str, str]] = []
+    for nbytes, size in zip(_SIZES, ("1 KiB", "64 KiB", "1 MiB", "64 MiB"), strict=True):
+        rows = comm._core.algorithm_rows("allreduce", nbytes, "")
+        name = next((row.name for row in rows if row.is_chosen), "a rule")
+        if chosen and chosen[-1][0] == name:
+            chosen.pop()
+        chosen.append((name, size))
+    return "allreduces by " + ", ".join(f"{name} up to {size}" for name, size in chosen) + "; "
+
+
+def _cores_text(cores: float) -> str:
+    return "1 core" if cores == 1 else f"{cores:.3g} cores"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -1,0 +1,91 @@
+"""What rank 0 says at the start of a job, and what it warns of."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+import multiring
+from multiring import machine
+from multiring.console import start_line
+from tests.support import run_job, run_python
+
+# Ranks that join, split, and join again.
+SCRIPT = """
+import multiring
+comm = multiring.init()
+comm.split(comm.rank % 2).barrier()
+comm.named_queue().close()
+multiring.shutdown()
+multiring.init()
+"""
+LINE = r"multiring: version {}; {} ranks on {}, {} for each rank; {}; order canonical\n"
+SHARE = (
+    r"multiring: warning: {} ranks share \d+ cores? of host \S+ and take turns on them, .*: start at most "
+)
+
+
+def line(ranks: int, hosts: str, cores: str, between: str) -> str:
+    return LINE.format(re.escape(multiring.__version__), ranks, hosts, cores, between)
+
+
+def test_rank_0_says_once_what_job_this_is() -> None:
+    ranks = 2 * len(os.sched_getaffinity(0))
+    told = run_job(ranks, SCRIPT, launcher_args=["--no-tag-output"], code=0).stderr
+    assert re.fullmatch(
+        line(ranks, "1 host", "0.5 cores", "shared memory") + SHARE.format(ranks) + ".*\n", told
+    )
+    assert run_job(2, SCRIPT, env={"MULTIRING_QUIET": "1"}, code=0).stderr == ""
+
+
+def test_ranks_of_several_hosts_say_what_is_between_them() -> None:
+    pretend = "from tests.support import pretend_places\npretend_places([0, 1])\n"
+    told = run_job(2, pretend + SCRIPT, env={"MULTIRING_TUNING": "off"}, code=0).stderr
+    algorithms = r"TCP between hosts; allreduces by \w+ up to .*64 MiB"
+    assert re.fullmatch(r"\[0\] " + line(2, "2 hosts", r"[\d.]+ cores?", algorithms), told)
+
+
+def test_a_rank_alone_says_so_and_warns_where_others_were_meant() -> None:
+    script = "import multiring\nmultiring.init()\n"
+    alone = (
+        "version .*; 1 rank \\(no launcher; `multiring run -np 2 train.py` starts two\\), .* for each rank\n"
+    )
+    assert re.fullmatch(f"multiring: {alone}", run_python(script).stderr)
+    told = run_python(script, {"WORLD_SIZE": "4"}).stderr
+    assert re.fullmatch(
+        f"multiring: {alone}multiring: warning: .* alone, although WORLD_SIZE is 4: .*\n", told
+    )
+    level = {"MULTIRING_LOG_LEVEL": "error", "WORLD_SIZE": "4"}
+    assert run_python(script, level).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "launcher", "quota", "ranks", "cores"),
+    [
+        ({0, 1, 2, 3}, {0, 1, 2, 3}, None, 2, 2.0),  # not bound: all see the same
+        ({0, 1}, {0, 1, 2, 3}, None, 2, 2.0),  # bound to equal shares
+        ({0, 1}, {0, 1, 2, 3}, None, 8, 0.5),  # bound to a NUMA node that others have as well
+        ({0, 1}, set(), None, 1, 2.0),  # no launcher
+        ({0, 1, 2, 3}, {0, 1, 2, 3}, 1.5, 3, 0.5),  # a container that has less
+    ],
+)
+def test_cores_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    own: set[int],
+    launcher: set[int],
+    quota: float | None,
+    ranks: int,
+    cores: float,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: own)
+    monkeypatch.setattr(start_line, "_launcher_cpus", lambda: launcher)
+    monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
+    assert start_line.cores_for_each_rank(ranks) == cores
+
+
+def test_what_looks_distributed() -> None:
+    assert start_line.looks_distributed({"SLURM_NTASKS": "8"}) == "SLURM_NTASKS is 8"
+    assert start_line.looks_distributed({"MASTER_ADDR": "node0"}) == "MASTER_ADDR is set"
+    assert start_line.looks_distributed({"WORLD_SIZE": "1", "PMI_SIZE": "x"}) == ""
