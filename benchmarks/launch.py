@@ -20,10 +20,10 @@ from pathlib import Path
 from multiring import Communicator, machine
 from multiring.benchmarks.contenders import PEERS, installed_peers
 from multiring.commands.launcher import engines
+from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.directory import job_directory
 from multiring.commands.launcher.engines import OPEN_MPI
 from multiring.commands.launcher.job import run_job
-from multiring.commands.launcher.multiplexer import Multiplexer
 from multiring.commands.launcher.process import RankProcess
 from multiring.commands.launcher.rank_starter import JobOptions
 from multiring.commands.launcher.report import exit_code

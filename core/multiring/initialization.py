@@ -14,6 +14,7 @@ from typing import Any
 from multiring import _core, config
 from multiring.communicator import Communicator
 from multiring.console.start_line import say_start
+from multiring.console.traceback_hook import install_hook
 from multiring.errors import UsageError
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect
@@ -91,6 +92,7 @@ def init(comm: Any = None) -> Communicator:
             raise UsageError(_child_cannot(_parent))
         settings = config.load()
         configure_log(settings.log_level)
+        install_hook(settings.traceback)
         _generation += 1
         _joining = True
         try:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiring.commands.launcher.multiplexer import Multiplexer
-from multiring.commands.launcher.output import Console, LineSplitter, Sink, Tail
+from multiring.commands.launcher.console.multiplexer import Multiplexer
+from multiring.commands.launcher.console.output import Console, LineSplitter, Sink, Tail
 
 _CHUNKS = st.lists(st.text(alphabet="ab\r\n", max_size=8).map(str.encode))
 

@@ -70,7 +70,9 @@ def test_results_come_by_rank_and_output_by_line() -> None:
     assert len({os.getpid(), *(result["pid"] for result in results)}) == 3
     assert results[0]["argv"] == sys.argv
     assert sorted(out.getvalue().splitlines()) == ["[0] out of 0 é", "[1] out of 1 é"]
-    assert sorted(err.getvalue().splitlines()) == ["[0] err of 0", "[1] err of 1"]
+    started, *rest = sorted(err.getvalue().splitlines(), key=lambda line: "multiring" not in line)
+    assert started.startswith("[0] multiring: version ")
+    assert sorted(rest) == ["[0] err of 0", "[1] err of 1"]
 
 
 def test_options(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +119,7 @@ def test_an_exception_is_the_cause_and_its_rank_is_blamed(capfd: pytest.CaptureF
     text = str(error.__cause__.__cause__)
     assert 'raise KeyError("no such key")' in text
     assert "functions/rank.py" not in text
-    assert "[1] KeyError: 'no such key'" in capfd.readouterr().err
+    assert "Error" not in capfd.readouterr().err, "it is shown once, by who called"
 
 
 def test_an_exception_that_cannot_be_unpickled_is_told_as_text() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from multiring.commands.functions import memory
 from multiring.commands.functions.outcome import JobReport
 from multiring.commands.launcher import JobOptions, ProgramError
-from multiring.commands.launcher.job import finish_job
+from multiring.commands.launcher.job import finish_job, write
 from multiring.commands.launcher.report import who
 from multiring.errors import UsageError
 
@@ -87,7 +87,10 @@ def _run(order: Order, caller: socket.socket) -> JobReport:
         )
     except (UsageError, ProgramError) as error:
         return JobReport(getattr(error, "code", 2), wrong=str(error))
+    if end.failed is None or not end.failed.shown:
+        write(end.errors)
+        end.errors = ()
     if end.failed is None:
         return JobReport(end.code, tuple(end.lines))
     host = socket.gethostname()
-    return JobReport(end.code, tuple(end.lines), end.failed.rank, who(end.failed, host), host)
+    return JobReport(end.code, (*end.lines, *end.errors), end.failed.rank, who(end.failed, host), host)

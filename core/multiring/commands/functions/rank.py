@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from multiring.commands.functions import memory, pickling
 from multiring.commands.functions.outcome import Raised, Returned
+from multiring.console.traceback_hook import traceback_text
 
 __all__ = ["main"]
 
@@ -75,7 +75,8 @@ def _trimmed(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    full = os.environ.get("MULTIRING_TRACEBACK", "").strip().lower() == "full"
+    return traceback_text(error, frames or error.__traceback__, full=full)
 
 
 def _writer(text: str) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:

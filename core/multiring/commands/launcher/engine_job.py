@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from multiring import errors
 from multiring.commands.launcher import engine_rank
+from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.descriptors import enough_descriptors
 from multiring.commands.launcher.directory import job_directory
 from multiring.commands.launcher.engines import SRUN, Engine
@@ -32,7 +33,6 @@ from multiring.commands.launcher.job import (
     say,
     store_url,
 )
-from multiring.commands.launcher.multiplexer import Multiplexer
 from multiring.commands.launcher.process import RankProcess, signal_name
 from multiring.commands.launcher.rank_starter import (
     EXIT_NOT_EXECUTABLE,

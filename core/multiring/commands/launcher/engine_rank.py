@@ -24,10 +24,10 @@ from typing import Any
 
 from multiring import errors, machine
 from multiring.commands.launcher import binding
+from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.foreign_variables import horovod_variables
 from multiring.commands.launcher.guardian import end_processes
 from multiring.commands.launcher.hosts import RankSlot
-from multiring.commands.launcher.multiplexer import Multiplexer
 from multiring.commands.launcher.process import RankProcess
 from multiring.commands.launcher.rank_starter import (
     DEFAULTS,

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiring import config, machine
+from multiring.commands.launcher.console.multiplexer import Multiplexer
+from multiring.commands.launcher.console.tracebacks import Tracebacks, fold, is_coloured, tagged_lines
 from multiring.commands.launcher.descriptors import enough_descriptors
 from multiring.commands.launcher.directory import Guard, job_directory
 from multiring.commands.launcher.foreign_variables import torch_meeting
 from multiring.commands.launcher.hosts import address_towards
-from multiring.commands.launcher.multiplexer import Multiplexer
 from multiring.commands.launcher.process import RankProcess, signal_name
 from multiring.commands.launcher.rank_starter import (
     EXIT_NOT_EXECUTABLE,
@@ -43,6 +44,7 @@ __all__ = [
     "run_job",
     "say",
     "store_url",
+    "write",
 ]
 
 EXIT_TIMED_OUT = 124
@@ -60,12 +62,14 @@ class JobEnd:
         lines: What there is to say about it.
         explained: Whether a rank's own error has said it already.
         failed: The rank that failed first; None: none did.
+        errors: The lines that show the exceptions with which ranks have ended.
     """
 
     code: int = 0
     lines: Sequence[str] = ()
     explained: bool = False
     failed: RankEnd | None = None
+    errors: Sequence[str] = ()
 
 
 def run_job(options: JobOptions) -> int:
@@ -76,8 +80,9 @@ def run_job(options: JobOptions) -> int:
         ProgramError: The program cannot be started.
     """
     end = finish_job(options)
-    if not end.explained:
-        say(end.lines)
+    lines = [] if end.explained else [f"multiring: {line}" for line in end.lines]
+    # What a failure comes down to is its message, which comes last.
+    write([*lines, *end.errors] if end.failed else [*end.errors, *lines])
     return end.code
 
 
@@ -108,7 +113,8 @@ def finish_job(options: JobOptions) -> JobEnd:
             "MULTIRING_JOB_ID": job_id,
         }
         start.selector, start.wake = selector, signals.wake
-        return _Job(options, start, signals, selector, guard, is_set).run()
+        is_full = config.check(environ).get("traceback") == "full"
+        return _Job(options, start, signals, selector, guard, is_set, is_full).run()
 
 
 def _descriptors(options: JobOptions) -> int:
@@ -184,19 +190,23 @@ class _Job:
         selector: selectors.BaseSelector,
         guard: Guard,
         is_set: Callable[[str], bool],
+        is_full: bool,
     ) -> None:
         self._options = options
         self._is_set, self._joined, self._explained = is_set, False, False
+        self._is_full = is_full
         self._start = start
         self._guard = guard
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
         # A lone rank without tags keeps the terminal itself, so that it looks as it does without us.
         self._piped = options.ranks > 1 or tagged or options.output_dir is not None
+        self._tracebacks = Tracebacks()
         self._outputs = Multiplexer(
             selector,
             tagged=tagged,
             directory=options.output_dir,
             warn=lambda message: say([message]),
+            tracebacks=self._tracebacks,
         )
         self._ranks: list[RankProcess] = []
         self._supervisor = Supervisor(
@@ -224,7 +234,8 @@ class _Job:
         if failure is not None:
             raise failure
         end = self._judge(ends, time.monotonic() - began, machine.oom_kills() - oom_kills)
-        if end.lines and not end.explained:
+        end.errors = self._errors(ends, end.failed)
+        if end.errors or (end.lines and not end.explained):
             self._outputs.finish_line()
         return end
 
@@ -256,7 +267,18 @@ class _Job:
     def _end_of(self, rank: RankProcess) -> RankEnd:
         by_launcher = rank in self._supervisor.ended_by_us
         tail, host = self._outputs.tail(rank.rank), self._options.slot(rank.rank).host
-        return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, tail, host)
+        shown = "below" if rank.rank in self._tracebacks.texts() else ""
+        if self._tracebacks.is_written(rank.rank):
+            shown = "above"
+        return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, tail, host, shown=shown)
+
+    def _errors(self, ends: dict[int, RankEnd], culprit: RankEnd | None) -> list[str]:
+        """What is shown of the exceptions with which ranks have ended: not those that came of another one."""
+        texts = self._tracebacks.texts()
+        if culprit is not None and culprit.shown and not self._is_full:
+            texts = {rank: text for rank, text in texts.items() if not ends[rank].is_secondary}
+        folded = fold(texts, None if culprit is None else culprit.rank)
+        return tagged_lines(folded, is_coloured(2))
 
     def _judge(self, ends: dict[int, RankEnd], seconds: float, oom_kills: int) -> JobEnd:
         supervisor = self._supervisor
@@ -310,6 +332,11 @@ def none_joined(ranks: int) -> list[str]:
 
 def say(lines: Sequence[str]) -> None:
     """Writes a message of the launcher itself to stderr."""
-    text = "".join(f"multiring: {line}\n" for line in lines)
+    write([f"multiring: {line}" for line in lines])
+
+
+def write(lines: Sequence[str]) -> None:
+    """Writes lines to stderr."""
+    text = "".join(f"{line}\n" for line in lines)
     with contextlib.suppress(OSError):  # nobody listens
         os.write(2, text.encode(errors="replace"))

@@ -20,10 +20,10 @@ from typing import Any
 
 from multiring import machine
 from multiring.commands.launcher import binding
+from multiring.commands.launcher.console.output import READ_BYTES, read_what_is_there
 from multiring.commands.launcher.descriptors import allow_descriptors
 from multiring.commands.launcher.frames import END, FRAME, GREETING, STREAMS
 from multiring.commands.launcher.guardian import end_processes
-from multiring.commands.launcher.output import READ_BYTES, read_what_is_there
 from multiring.commands.launcher.process import RankProcess
 from multiring.commands.launcher.rank_starter import (
     EXIT_NOT_EXECUTABLE,

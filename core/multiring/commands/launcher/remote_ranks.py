@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from multiring.commands.launcher.console.output import READ_BYTES
 from multiring.commands.launcher.frames import END, FRAME, GREETING, STREAMS
-from multiring.commands.launcher.output import READ_BYTES
 from multiring.commands.launcher.process import PIPE_BYTES, RankProcess
 from multiring.errors import UsageError
 

@@ -43,6 +43,7 @@ class RankEnd:
         stderr: The last lines of its stderr.
         host: Another host that it was on; empty: this one.
         why: What is known of the reason; empty: nothing else.
+        shown: Where the user sees its error, if not in the report: "above", or "below"; empty: nowhere else.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankEnd:
     stderr: Sequence[str]
     host: str = ""
     why: str = ""
+    shown: str = ""
 
     @property
     def is_secondary(self) -> bool:
@@ -131,7 +133,9 @@ def failure_report(
         lines += [f"  {hint}"] if hint else []
     if by_ssh and culprit.host and culprit.code == _SSH_FAILED:
         lines.append(f"  perhaps ssh itself: does `ssh -o BatchMode=yes {culprit.host} true` work?")
-    if culprit.stderr:
+    if culprit.shown == "above":
+        lines.append(f"  its error is above, after [{culprit.rank}]")
+    elif culprit.stderr and not culprit.shown:
         lines.append(f"last lines of rank {culprit.rank}'s stderr:")
         lines += [f"  | {line}" for line in culprit.stderr]
     lines += _others(culprit, others)

@@ -17,7 +17,7 @@ from enum import Enum
 from functools import partial
 from types import FrameType
 
-from multiring.commands.launcher.multiplexer import Multiplexer
+from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.process import RankProcess
 
 __all__ = ["ArrivedSignals", "Outcome", "Supervisor", "passed_on_signals"]

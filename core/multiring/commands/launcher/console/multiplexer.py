@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from multiring.commands.launcher.output import (
+from multiring.commands.launcher.console.output import (
     READ_BYTES,
     Console,
     LineSplitter,
@@ -20,6 +20,7 @@ from multiring.commands.launcher.output import (
     Tail,
     read_what_is_there,
 )
+from multiring.commands.launcher.console.tracebacks import Tracebacks, is_coloured
 from multiring.errors import UsageError
 
 __all__ = ["Multiplexer"]
@@ -35,8 +36,11 @@ _SHOW_UNFINISHED = 0.05
 class _Stream:
     """One of the two output streams of one rank."""
 
-    def __init__(self, rank: int, descriptor: int, console: Console, file: BinaryIO | None) -> None:
+    def __init__(
+        self, rank: int, name: str, descriptor: int, console: Console, file: BinaryIO | None
+    ) -> None:
         self.rank = rank
+        self.is_stderr = name == "stderr"
         self.descriptor = descriptor
         self.console = console
         self.file = file
@@ -54,6 +58,7 @@ class Multiplexer:
         tagged: Whether lines begin with their rank.
         directory: Where to write rank.K.stdout and rank.K.stderr as well, or None.
         warn: Called with a message about output that cannot be written.
+        tracebacks: Holds tracebacks back; None: they are written like other lines.
         descriptors: Where lines from stdout and from stderr go.
 
     Raises:
@@ -67,11 +72,13 @@ class Multiplexer:
         tagged: bool,
         directory: Path | None,
         warn: Callable[[str], None],
+        tracebacks: Tracebacks | None = None,
         descriptors: tuple[int, int] = (1, 2),
     ) -> None:
         self._selector = selector
         self._directory = directory
         self._warn = warn
+        self._tracebacks = tracebacks
         self._streams: dict[tuple[int, str], _Stream] = {}
         self._consoles = _consoles(tagged, *descriptors)
         self._show_at: float | None = None
@@ -92,7 +99,7 @@ class Multiplexer:
                 file = path.open("wb", buffering=0)
             except OSError as error:
                 raise UsageError(f"--output-dir: {path} cannot be written: {error.strerror}") from error
-        self._streams[rank, name] = _Stream(rank, descriptor, self._consoles[name], file)
+        self._streams[rank, name] = _Stream(rank, name, descriptor, self._consoles[name], file)
 
     def tail(self, rank: int) -> list[str]:
         """The last lines that `rank` has written to stderr."""
@@ -114,7 +121,8 @@ class Multiplexer:
     @property
     def next_deadline(self) -> float | None:
         """When `before_wait` wants to be called at the latest (monotonic clock), or None."""
-        return self._show_at
+        held = None if self._tracebacks is None else self._tracebacks.next_deadline
+        return min((when for when in (self._show_at, held) if when is not None), default=None)
 
     def before_wait(self) -> None:
         """Tells the selector what to wait for now; call it before each `select`."""
@@ -122,6 +130,11 @@ class Multiplexer:
             self._show_at = None
             for stream in self._streams.values():
                 self._put(stream, stream.splitter.take())
+        if self._tracebacks is not None:
+            for rank, lines in self._tracebacks.give_back():
+                stream = self._streams[rank, "stderr"]
+                for line in lines:
+                    stream.console.put(stream, rank, line)
         sinks = {id(console.sink): console.sink for console in self._consoles.values()}
         for sink in sinks.values():
             sink.flush()
@@ -180,11 +193,15 @@ class Multiplexer:
     def _put(self, stream: _Stream, line: bytes) -> None:
         if line:
             stream.tail.add(line)
+            if self._tracebacks is not None and stream.is_stderr and self._tracebacks.take(stream.rank, line):
+                return
             stream.console.put(stream, stream.rank, line)
 
     def _close(self, stream: _Stream) -> None:
         self._put(stream, stream.splitter.take())
         stream.is_open = stream.is_read = False
+        if self._tracebacks is not None and stream.is_stderr:
+            self._tracebacks.end_of(stream.rank)
         self._watch(stream.descriptor, selectors.EVENT_READ, False, lambda: None)
         os.close(stream.descriptor)
         if stream.file is not None:
@@ -214,8 +231,7 @@ def _consoles(tagged: bool, stdout: int, stderr: int) -> dict[str, Console]:
     """A console for each of our outputs; the same one for both where they go to the same place."""
 
     def console(descriptor: int) -> Console:
-        plain = not os.isatty(descriptor) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
-        return Console(Sink(descriptor), tagged=tagged, coloured=not plain)
+        return Console(Sink(descriptor), tagged=tagged, coloured=is_coloured(descriptor))
 
     def place(descriptor: int) -> tuple[int, int]:
         found = os.fstat(descriptor)

@@ -1,0 +1,1 @@
+"""What the launcher makes of the output of ranks: lines with tags, and each error once."""
