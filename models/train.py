@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from multiring import Communicator
+from multiring.commands.command_parser import CommandParser
 from multiring.errors import UsageError
 from multiring.models.data import open_dataset
 from multiring.models.data.sharding import steps_per_epoch
@@ -206,6 +207,6 @@ def _make_trainer(job: Job) -> Trainer:
 
 
 if __name__ == "__main__":
-    command = argparse.ArgumentParser(prog="python -m multiring.models.train", allow_abbrev=False)
+    command = CommandParser(prog="python -m multiring.models.train", allow_abbrev=False)
     add_arguments(command)
     sys.exit(main(command.parse_args()))

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from multiring.caffe.callback import SolverCallback
 from multiring.caffe.solver_state import broadcast_parameters
+from multiring.lazy import lazy_names as _lazy_names
 from multiring.metrics import average_metrics, batch_weight
 from multiring.state.broadcast import broadcast_object
+
+__getattr__, __dir__ = _lazy_names(__name__, {})
 
 __all__ = ["SolverCallback", "average_metrics", "batch_weight", "broadcast_object", "broadcast_parameters"]

@@ -13,6 +13,7 @@ optimizer.update(model, x, t)  # with gradients averaged over all ranks
 from __future__ import annotations
 
 from multiring.chainer.compatibility import import_chainer
+from multiring.lazy import lazy_names as _lazy_names
 
 import_chainer()
 
@@ -26,6 +27,8 @@ from multiring.chainer.sync_batch_normalization import (  # noqa: E402
 )
 from multiring.metrics import average_metrics, batch_weight  # noqa: E402
 from multiring.state.broadcast import broadcast_object  # noqa: E402
+
+__getattr__, __dir__ = _lazy_names(__name__, {})
 
 __all__ = [
     "ChainerCommunicator",

@@ -14,10 +14,13 @@ adapters of frameworks are compared with.
 
 from __future__ import annotations
 
+from multiring.lazy import lazy_names as _lazy_names
 from multiring.metrics import average_metrics, batch_weight
 from multiring.numpy.gradient_buckets import GradientBuckets
 from multiring.numpy.state_broadcast import broadcast_parameters, sync_buffers
 from multiring.state.broadcast import broadcast_object
+
+__getattr__, __dir__ = _lazy_names(__name__, {})
 
 __all__ = [
     "GradientBuckets",

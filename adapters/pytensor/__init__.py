@@ -18,6 +18,7 @@ except ImportError as error:
         f"pip install 'multiring[pytensor]' ({error})"
     ) from error
 
+from multiring.lazy import lazy_names as _lazy_names
 from multiring.metrics import average_metrics, batch_weight
 from multiring.pytensor import in_place as _in_place  # noqa: F401  # registers itself
 from multiring.pytensor import numba_calls as _numba_calls  # noqa: F401  # registers itself
@@ -26,6 +27,8 @@ from multiring.pytensor.distributed_gradients import DistributedGradients, Reduc
 from multiring.pytensor.state_broadcast import broadcast_parameters, sync_buffers
 from multiring.pytensor.updates import distribute_updates, grad
 from multiring.state.broadcast import broadcast_object
+
+__getattr__, __dir__ = _lazy_names(__name__, {})
 
 __all__ = [
     "DistributedGradients",

@@ -21,6 +21,7 @@ except ModuleNotFoundError as _error:
         "multiring.torch needs PyTorch: pip install 'multiring[torch]'", name="torch"
     ) from _error
 
+from multiring.lazy import lazy_names as _lazy_names
 from multiring.metrics import average_metrics, batch_weight
 from multiring.state.broadcast import broadcast_object
 from multiring.torch.clipping import clip_grad_norm_
@@ -30,6 +31,8 @@ from multiring.torch.optimizer import DistributedOptimizer
 from multiring.torch.registration import register_gradient_hooks
 from multiring.torch.state_broadcast import broadcast_optimizer_state, broadcast_parameters
 from multiring.torch.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+
+__getattr__, __dir__ = _lazy_names(__name__, {})
 
 __all__ = [
     "DistributedOptimizer",

@@ -67,6 +67,16 @@ __getattr__, __dir__ = _lazy_names(
         "shutdown": ".initialization",
         "size": ".initialization",
         "world": ".initialization",
+        # Adapters and integrations that are used without an import of their own.
+        "caffe": ".caffe",
+        "chainer": ".chainer",
+        "horovod": ".horovod",
+        "jax": ".jax",
+        "numpy": ".numpy",
+        "pytensor": ".pytensor",
+        "ray": ".ray",
+        "tensorflow": ".tensorflow",
+        "torch": ".torch",
     },
 )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+from multiring.commands.command_parser import CommandParser
 from multiring.errors import MultiringError, UsageError
 
 __all__ = ["COMMANDS", "Command", "main", "version"]
@@ -103,7 +104,7 @@ def _dispatch(arguments: list[str]) -> int:
         name = arguments[0]
         command = COMMANDS[name]
         module = _load(name, command)
-        parser = argparse.ArgumentParser(
+        parser = CommandParser(
             prog=f"multiring {name}", description=f"{command.help.capitalize()}.", allow_abbrev=False
         )
         module.add_arguments(parser)
@@ -126,10 +127,10 @@ def _load(name: str, command: Command) -> ModuleType:
         ) from error
 
 
-def _top_parser() -> argparse.ArgumentParser:
+def _top_parser() -> CommandParser:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="multiring",
         usage="multiring command [options]",
         description="Synchronous data-parallel training on several processes.",

@@ -9,6 +9,24 @@ from typing import Any
 
 __all__ = ["lazy_names"]
 
+# What other libraries call it, and what it is here.
+_ELSEWHERE = {
+    **dict.fromkeys(("Init", "init_process_group", "initialize", "setup"), "multiring.init()"),
+    **dict.fromkeys(("destroy_process_group", "finalize"), "multiring.shutdown()"),
+    **dict.fromkeys(("get_rank", "process_index"), "multiring.rank()"),
+    **dict.fromkeys(("get_world_size", "process_count", "world_size", "num_ranks"), "multiring.size()"),
+    **dict.fromkeys(("get_local_rank", "local_process_index"), "multiring.local_rank()"),
+}
+# Functions of multiring itself, that others have beside those of a framework.
+_OF_THE_JOB = (
+    *("cross_rank", "cross_size", "init", "is_initialized", "local_rank", "local_size", "rank", "shutdown"),
+    *("size", "world"),
+)
+_COLLECTIVES = (
+    *("all_gather", "all_reduce", "allgather", "allreduce", "alltoall", "barrier", "broadcast"),
+    *("broadcast_object", "gather", "recv", "reduce_scatter", "scatter", "send", "split"),
+)
+
 
 def lazy_names(
     package: str, homes: Mapping[str, str]
@@ -23,12 +41,34 @@ def lazy_names(
 
     def find(name: str) -> Any:
         home = homes.get(name)
+        missing = f"module {package!r} has no attribute {name!r}"
         if home is None:
+            if meant := _meant(package, name):
+                raise AttributeError(f"{missing}: {meant}")
             # Python suggests similar names of the module that the error names.
-            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=module)
-        found = import_module(home, package)
-        value = found if home == f".{name}" else getattr(found, name)
+            raise AttributeError(missing, name=name, obj=module)
+        if home != f".{name}":
+            value = getattr(import_module(home, package), name)
+        else:
+            try:
+                value = import_module(home, package)
+            except ImportError as error:  # hasattr() asks whether it can be had
+                raise AttributeError(f"{missing}: {error}") from error
         setattr(module, name, value)
         return value
 
     return find, lambda: sorted({*vars(module), *module.__all__})
+
+
+def _meant(package: str, name: str) -> str:
+    """What to write in the place of a name that is not in a package; empty: not known."""
+    if package == "multiring.horovod" and name in (*_OF_THE_JOB, *_COLLECTIVES):
+        return "each framework has its own, import multiring.horovod.torch as hvd"
+    if name in _ELSEWHERE:
+        return f"write {_ELSEWHERE[name]}"
+    if name in _OF_THE_JOB:
+        return f"it is the same for all frameworks, write multiring.{name}()"
+    if name in _COLLECTIVES:
+        ours = {"all_gather": "allgather", "all_reduce": "allreduce"}.get(name, name)
+        return f"the communicator has it, write comm.{ours}(...) with comm = multiring.init()"
+    return ""

@@ -13,7 +13,14 @@ from tests.support import last_words, run_python
 
 # What is called, and what is said of it, by module.
 MISTAKES = {
-    "multiring": {"iinit": "has no attribute 'iinit'. Did you mean: 'init'?"},
+    "multiring": {
+        "iinit": "has no attribute 'iinit'. Did you mean: 'init'?",
+        "init_process_group": "has no attribute 'init_process_group': write multiring.init()",
+        "allreduce": "write comm.allreduce(...) with comm = multiring.init()",
+        "numpy.init": "module 'multiring.numpy' has no attribute 'init': it is the same for all frameworks, "
+        "write multiring.init()",
+        "horovod.init": "import multiring.horovod.torch as hvd",
+    },
     "multiring.jax": {
         "distribut": "has no attribute 'distribut'. Did you mean: 'distribute'?",
         "distribute(None, comm_dtype='float16')": (
@@ -28,6 +35,7 @@ MISTAKES = {
         "broadcast_variables([], root_rank=0)": "broadcast_variables has no argument 'root_rank'",
     },
     "multiring.torch": {
+        "init": "has no attribute 'init': it is the same for all frameworks, write multiring.init()",
         "broadcast_parameter": "Did you mean: 'broadcast_parameters'?",
         "DistributedOptimizer(None, named_parameters=[])": "as the second argument",
     },
@@ -57,6 +65,14 @@ def test_a_missing_framework_is_told_with_what_to_install() -> None:
         words = last_words(f"import sys\nsys.modules['{name}'] = None\nimport multiring.{name}\n")
         assert f"multiring.{name} needs" in words
         assert f"pip install 'multiring[{name}]'" in words
+
+
+def test_an_adapter_needs_no_import_of_its_own() -> None:
+    loads_nothing = "import multiring, sys\nassert not {'torch', 'numpy'} & {*sys.modules}\n"
+    assert run_python(f"{loads_nothing}multiring.numpy.GradientBuckets").returncode == 0
+    missing = "import sys\nsys.modules['torch'] = None\nimport multiring\n"
+    words = last_words(f"{missing}assert not hasattr(multiring, 'torch')\nmultiring.torch")
+    assert "module 'multiring' has no attribute 'torch': multiring.torch needs PyTorch: pip install" in words
 
 
 def test_arguments_that_a_function_has_are_its_own() -> None:

@@ -48,7 +48,7 @@ WRONG = {
     "allreduce --json /no/such/place/x.json": "/no/such/place is no directory that can be written to",
     "allreduce --peers none --mpich /no/such": "--mpich /no/such: /no/such is no Python: make one by",
     "collectives --collectives allreduce": "there is no collective 'allreduce' here: known are broadcast",
-    "collectives --mpich x": "unrecognized arguments: --mpich",
+    "collectives --mpich x": "there is no option --mpich",
 }
 
 

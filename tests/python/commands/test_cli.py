@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 import types
@@ -58,6 +59,28 @@ def test_env_shows_what_is_set_without_the_native_library() -> None:
 
 def test_a_command_that_is_not_there_is_told_with_the_one_meant() -> None:
     assert "is 'doctor' meant?" in refused("docter")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("run --nproc-per-node 2 a.py", "run: there is no option --nproc-per-node; is -np meant?"),
+        ("run --nproc_per_node=2 a.py", "run: there is no option --nproc_per_node; is -np meant?"),
+        ("run --tag-ouput a.py", "run: there is no option --tag-ouput; is --tag-output meant?"),
+        ("run --qqqq a.py", "run: there is no option --qqqq"),
+        ("plan 4 x", "plan: not understood: 4 x"),
+        (
+            "train --framework pytorch",
+            "train: argument --framework: pytorch is not one of torch, tensorflow, .*",
+        ),
+        ("train --depth 18", "train: argument --depth: 18 is not one of 8, 20, 50, 101; is 20 meant?"),
+    ],
+)
+def test_what_is_not_understood_is_told_in_two_lines_with_what_is_meant(words: str, told: str) -> None:
+    name = words.split()[0]
+    first, second = refused(*words.split()).splitlines()
+    assert re.fullmatch(told.replace("?", r"\?"), first.removeprefix("multiring "))
+    assert second == f"`multiring {name} --help` lists the options."
 
 
 def test_the_installed_command_is_this_one() -> None:
