@@ -25,7 +25,7 @@ from multiring.errors import (
 from multiring.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
-    from multiring.commands.functions.caller import run
+    from multiring.commands.functions.caller import launch, run
     from multiring.communicator import Communicator
     from multiring.gradients.compression import TopK
     from multiring.gradients.options import ReducerOptions
@@ -60,6 +60,7 @@ __getattr__, __dir__ = _lazy_names(
         "cross_size": ".initialization",
         "init": ".initialization",
         "is_initialized": ".initialization",
+        "launch": ".commands.functions.caller",
         "local_rank": ".initialization",
         "local_size": ".initialization",
         "rank": ".initialization",
@@ -99,6 +100,7 @@ __all__ = [
     "cross_size",
     "init",
     "is_initialized",
+    "launch",
     "local_rank",
     "local_size",
     "rank",

@@ -22,6 +22,7 @@ RUN_ELSEWHERE = {
     "docs/numpy.md": ("adapters/numpy/test_contract_numpy.py", "numpy.md"),
     "docs/accelerate.md": ("adapters/torch_distributed/test_dist_trainers.py", "Accelerator(cpu=True"),
     "docs/launching.md": ("python/launch/test_run_function.py", "docs/launching.md"),
+    "docs/notebooks.md": ("python/launch/test_notebook.py", "docs/notebooks.md"),
     "docs/lightning.md": ("adapters/torch_distributed/test_dist_trainers.py", 'backend="multiring"'),
     "docs/torch-distributed.md": ("adapters/torch_distributed/test_dist_launchers.py", 'group("multiring")'),
 }

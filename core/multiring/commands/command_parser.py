@@ -9,27 +9,27 @@ from typing import Any, NoReturn
 
 __all__ = ["CommandParser"]
 
-# What others call our options, and their values; the first of ours that a command has is suggested.
+# What others call our options, and their values.
 _OPTIONS = {
-    "--nproc-per-node": ("-np",),
-    "--num-proc": ("-np",),
-    "--num-processes": ("-np",),
-    "--nprocs": ("-np",),
-    "--ranks": ("-np",),
-    "--host": ("-H",),
-    "--nnodes": ("-H",),
-    "--machinefile": ("--hostfile",),
-    "--bind-to": ("--bind",),
-    "--export": ("--env",),
-    "-x": ("--env",),
-    "--arch": ("--depth",),
-    "--model": ("--depth",),
-    "--batch": ("--batch-size",),
-    "--dataset": ("--data",),
-    "--data-dir": ("--data",),
-    "--learning-rate": ("--lr",),
-    "--log-dir": ("--output-dir",),
-    "--num-workers": ("--workers",),
+    "--nproc-per-node": "-np",
+    "--num-proc": "-np",
+    "--num-processes": "-np",
+    "--nprocs": "-np",
+    "--ranks": "-np",
+    "--host": "-H",
+    "--nnodes": "-H",
+    "--machinefile": "--hostfile",
+    "--bind-to": "--bind",
+    "--export": "--env",
+    "-x": "--env",
+    "--arch": "--depth",
+    "--model": "--depth",
+    "--batch": "--batch-size",
+    "--dataset": "--data",
+    "--data-dir": "--data",
+    "--learning-rate": "--lr",
+    "--log-dir": "--output-dir",
+    "--num-workers": "--workers",
 }
 _VALUES = {"pytorch": "torch", "keras": "tensorflow", "tf": "tensorflow", "chainermn": "chainer"}
 
@@ -67,7 +67,7 @@ class CommandParser(argparse.ArgumentParser):
     def _nearest_option(self, name: str) -> str:
         have: list[str] = list(self._option_string_actions)
         written = name.replace("_", "-")
-        for ours in (written, *_OPTIONS.get(written, ())):
+        for ours in (written, _OPTIONS.get(written, "")):
             if ours in have:
                 return ours
         return _nearest(written, [each for each in have if each.startswith("--")])

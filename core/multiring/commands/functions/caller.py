@@ -18,7 +18,7 @@ from multiring.commands.functions.outcome import JobReport, Raised
 from multiring.commands.launcher.job import EXIT_TIMED_OUT
 from multiring.errors import MultiringError, RankError, TimeoutError, UsageError
 
-__all__ = ["LauncherKeywords", "run"]
+__all__ = ["LauncherKeywords", "launch", "run"]
 
 T = TypeVar("T")
 
@@ -31,6 +31,14 @@ class LauncherKeywords(TypedDict, total=False):
     output_dir: str | os.PathLike[str] | None
     tag_output: bool | None
     bind: str | None
+
+
+class LaunchKeywords(LauncherKeywords, total=False):
+    """The keywords of `run` besides."""
+
+    kwargs: Mapping[str, Any] | None
+    env: Mapping[str, str] | None
+    timeout: float | None
 
 
 def run(
@@ -87,6 +95,30 @@ def run(
         raise UsageError(
             f"np={np} needs {np + 2} open files, more than this process may have: raise `ulimit -n`"
         ) from error
+
+
+def launch(
+    fn: Callable[..., T], args: Sequence[Any] = (), np: int = 2, **options: Unpack[LaunchKeywords]
+) -> list[T]:
+    """Starts `np` ranks on this host from a script or a notebook, without a launcher, each of which calls
+    `fn(*args)`; `multiring.run` with two ranks unless more are asked for.
+
+    Args:
+        fn: What each rank calls, in a new process.
+        args: Its arguments.
+        np: Number of ranks.
+        options: Those of `multiring.run`: `kwargs`, `env`, `timeout`, `output_dir`, `tag_output`, `bind`.
+
+    Returns:
+        What `fn` has returned on each rank, in their order.
+
+    Raises:
+        UsageError: See `multiring.run`, as for the others.
+        RankError: `fn` raised an exception on a rank, whose traceback this shows, or a rank's process ended.
+        TimeoutError: The job took longer than `timeout`.
+        KeyboardInterrupt: Ctrl-C; all ranks have ended.
+    """
+    return run(fn, args, np=np, **options)
 
 
 def _settings(
