@@ -10,7 +10,9 @@ import argparse
 import os
 import sys
 import time
-from contextlib import ExitStack, closing
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -104,7 +106,7 @@ def train(options: TrainOptions, comm: Communicator, *, started: float | None = 
             outputs.prepare_directory(
                 job.output_dir, resume_step=resume_step, overwrite=options.overwrite, config=config
             )
-            shown = open_progress(job.last_step, resume_step or 0, options.progress_terminal)
+            shown = open_progress(job.last_step, resume_step or 0, job.rank_batch, options.progress_terminal)
             progress = stack.enter_context(shown)
             written = DirectoryOutputs(
                 job.output_dir, progress, resume_step=resume_step, report=options.report
@@ -191,8 +193,19 @@ def _read_checkpoint(job: Job) -> Checkpoint | None:
     return found
 
 
+@contextmanager
+def _said_by_rank_0_alone(rank: int) -> Iterator[None]:
+    """What a framework says when it is loaded is the same on all ranks."""
+    with warnings.catch_warnings():
+        if rank > 0:
+            warnings.simplefilter("ignore")
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's and JAX's native code
+        yield
+
+
 def _make_trainer(job: Job) -> Trainer:
-    trainer = load_trainer(find_framework(job.options.framework))
+    with _said_by_rank_0_alone(job.comm.rank):
+        trainer = load_trainer(find_framework(job.options.framework))
     if job.options.threads is not None:
         trainer.set_threads(job.options.threads)
     return trainer(

@@ -104,9 +104,8 @@ def _dispatch(arguments: list[str]) -> int:
         name = arguments[0]
         command = COMMANDS[name]
         module = _load(name, command)
-        parser = CommandParser(
-            prog=f"multiring {name}", description=f"{command.help.capitalize()}.", allow_abbrev=False
-        )
+        described = f"{command.help[0].upper()}{command.help[1:]}."
+        parser = CommandParser(prog=f"multiring {name}", description=described, allow_abbrev=False)
         module.add_arguments(parser)
         return int(module.main(parser.parse_args(arguments[1:])))
     parser = _top_parser()

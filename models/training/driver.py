@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ class Driver:
         Raises:
             CheckpointError: It belongs to another training; names what differs.
         """
-        check_identity(self._job.identity(), state)
+        check_identity(self._job.identity(), state, extend=self._job.options.extend)
         self._trainer.load_state(state.arrays)
         self._step = state.step
         if self._job.comm.rank == 0:
@@ -270,12 +271,34 @@ def _due(every: int, epoch: int, done: bool) -> bool:
     return every > 0 and (done or (epoch + 1) % every == 0)
 
 
-def check_identity(expected: dict[str, Any], state: Checkpoint) -> None:
+def _differs_in_length_alone(expected: dict[str, Any], found: Mapping[str, Any]) -> bool:
+    def but_length(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {**config, "recipe": {**config.get("recipe", {}), "total_steps": 0}}
+
+    return expected != found and but_length(expected) == but_length(found)
+
+
+def check_identity(expected: dict[str, Any], state: Checkpoint, *, extend: bool = False) -> None:
     """Compare a checkpoint's configuration with the job's.
+
+    Args:
+        expected: The job's.
+        state: The checkpoint.
+        extend: Whether the number of epochs may differ.
 
     Raises:
         CheckpointError: Something differs; names it with both values.
     """
+    if _differs_in_length_alone(expected, state.config):
+        recipe, before = expected["recipe"], state.config["recipe"]
+        if extend or recipe["decay"] == "constant":  # no rate depends on the length
+            return
+        raise CheckpointError(
+            f"only the number of epochs differs: the checkpoint is of a training of {before['total_steps']} "
+            f"steps, and --epochs makes it {recipe['total_steps']}. The learning rate ({recipe['decay']}) "
+            "depends on it from the start. Give --extend to go on with the learning rates of the new number, "
+            "or the same --epochs as before; a training with --decay constant goes on with any number"
+        )
     differences = [
         f"{key} is {expected.get(key)!r}, the checkpoint has {state.config.get(key)!r}"
         for key in sorted(expected.keys() | state.config.keys())

@@ -23,6 +23,30 @@ POSITIVE = (
 NOT_NEGATIVE = ("seed", "eval_every", "checkpoint_every", "verify_every", "workers", "warmup_epochs")
 
 
+# The options as --help shows them.
+GROUPS = {
+    "what is trained": ("recipe", "framework", "depth", "stem", "data", "image_size", "classes"),
+    "ranks and machine": ("np", "threads", "workers", "dtype", "sync_bn"),
+    "how long, and how many images at once": ("epochs", "limit_steps", "batch_size", "global_batch"),
+    "learning rate and optimizer": (
+        *("lr", "warmup_epochs", "decay", "momentum", "nesterov", "weight_decay", "zero_residual", "seed"),
+    ),
+    "results": (
+        *("output_dir", "overwrite", "report", "log_every", "eval_every", "verify_every", "dry_run"),
+    ),
+    "checkpoints": ("checkpoint_every", "keep", "resume", "extend"),
+}
+_EXAMPLES = """\
+What stands in [brackets] holds where an option is left out.
+
+examples:
+  multiring train -np 2                                          # digits, two ranks on this host
+  multiring train -np 2 --framework jax --depth 20 --epochs 40 --output-dir runs/jax
+  multiring train -np 2 --resume runs/jax --epochs 60 --extend   # go on for longer than planned
+  multiring run -H node0:4,node1:4 multiring train --recipe resnet50-imagenet1k --data /data/imagenet
+"""
+
+
 def _option(default: Any, text: str, **how: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, "how": how})
 
@@ -36,11 +60,11 @@ class TrainOptions:
     """What the command line says; None stands for "as suits the data"."""
 
     np: int | None = _option(
-        None, "start this many ranks on this host (under a launcher: leave out)", type=int
+        None, "start this many ranks on this host [under a launcher: its ranks, else 1]", type=int
     )
     recipe: str | None = _option(
         None,
-        "a whole training by name; other options override its choices (docs/recipes.md)",
+        "a whole training by name; other options override its choices (docs/recipes.md) [none]",
         choices=list(RECIPES),
     )
     dry_run: bool = _option(
@@ -67,7 +91,9 @@ class TrainOptions:
     epochs: int | None = _option(None, "passes over the training data [digits: 20, folder: 90]", type=int)
     batch_size: int | None = _option(None, "samples per rank and step [32]", type=int)
     global_batch: int | None = _option(
-        None, "samples per step over all ranks, in place of --batch-size", type=int
+        None,
+        "samples per step over all ranks, in place of --batch-size [its number of each rank]",
+        type=int,
     )
     lr: float | None = _option(
         None, "learning rate for a global batch of 256 [digits: 0.4, else: 0.1]", type=float
@@ -93,13 +119,19 @@ class TrainOptions:
     resume: str | None = _option(
         None,
         "go on from a checkpoint, a directory of them or a run; auto (or nothing): from --output-dir if "
-        "it has one",
+        "it has one [start afresh]",
         nargs="?",
         const="auto",
         metavar="PATH",
     )
+    extend: bool = _option(
+        False,
+        "with --resume: go on although --epochs is another number than before; the learning rates of the new "
+        "number hold from here on",
+        action="store_true",
+    )
     overwrite: bool = _switch(False, "replace the results of an earlier run in --output-dir")
-    limit_steps: int | None = _option(None, "stop after this many steps in all", type=int)
+    limit_steps: int | None = _option(None, "stop after this many steps in all [those of --epochs]", type=int)
     log_every: int = _option(10, "steps between records of the training loss", type=int)
     eval_every: int = _option(1, "epochs between evaluations, with one at the end; 0: never", type=int)
     checkpoint_every: int = _option(5, "epochs between checkpoints, with one at the end; 0: never", type=int)
@@ -123,6 +155,8 @@ class TrainOptions:
                 raise UsageError(f"{_flag(name)} must not be negative, but is {value}")
         if self.batch_size is not None and self.global_batch is not None:
             raise UsageError("--batch-size (per rank) and --global-batch (over all ranks) exclude each other")
+        if self.extend and self.resume is None:
+            raise UsageError("--extend goes on with an earlier training; say which one by --resume")
         if self.data is None:
             if self.recipe is not None:
                 raise UsageError(
@@ -143,8 +177,8 @@ class TrainOptions:
             value = getattr(self, field.name)
             if value == field.default:
                 continue
-            if field.name == "dry_run":
-                arguments.append("--dry-run")
+            if field.name in ("dry_run", "extend"):
+                arguments.append(_flag(field.name))
             elif isinstance(value, bool):
                 arguments.append(_flag(field.name) if value else _flag(field.name).replace("--", "--no-", 1))
             else:
@@ -235,12 +269,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command; its namespace goes to `multiring.models.train.main`.
     """
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.usage = "multiring train [-np N] [options]"
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for title, names in GROUPS.items():
+        groups |= dict.fromkeys(names, parser.add_argument_group(title))
     for field in dataclasses.fields(TrainOptions):
         flags = ["-np", "--np"] if field.name == "np" else [_flag(field.name)]
-        parser.add_argument(
-            *flags,
-            dest=field.name,
-            default=field.default,
-            help=field.metadata["help"],
-            **field.metadata["how"],
+        action = groups.get(field.name, parser).add_argument(
+            *flags, dest=field.name, default=field.default, **field.metadata["how"]
         )
+        action.help = _help(field)
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    """What an option is for, with what holds where it is left out."""
+    text: str = field.metadata["help"]
+    if field.default is None or "[" in text or text == argparse.SUPPRESS:
+        return text
+    default = {True: "yes", False: "no"}[field.default] if isinstance(field.default, bool) else field.default
+    return f"{text} [{default}]"

@@ -86,23 +86,28 @@ def test_plain_lines_are_rare_but_epochs_always_show(monkeypatch: pytest.MonkeyP
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stream = io.StringIO()
-    with LineProgress(100, stream) as shown:
+    with LineProgress(100, 8, stream) as shown:
         for step in range(1, 101):
             now += 0.25
             shown.advance(step, "loss 1")
         shown.line("epoch 1")
     lines = stream.getvalue().splitlines()
-    assert lines == [f"step {step}/100  loss 1" for step in (20, 40, 60, 80, 100)] + ["epoch 1"]
+    left = {20: 20, 40: 15, 60: 10, 80: 5, 100: 0}
+    assert lines == [
+        *(f"step {at}/100  loss 1  32 images/s for each rank  0:00:{left[at]:02} left" for at in left),
+        "epoch 1",
+    ]
 
 
 def test_a_pipe_gets_lines_and_a_terminal_a_bar() -> None:
-    assert isinstance(open_progress(10, 0, None), LineProgress)
-    assert isinstance(open_progress(10, 0, "/nowhere/at/all"), LineProgress)
-    assert isinstance(open_progress(10, 0, os.devnull), LineProgress)
+    assert isinstance(open_progress(10, 0, 8, None), LineProgress)
+    assert isinstance(open_progress(10, 0, 8, "/nowhere/at/all"), LineProgress)
+    assert isinstance(open_progress(10, 0, 8, os.devnull), LineProgress)
     master, slave = pty.openpty()
-    shown = open_progress(10, 2, os.ttyname(slave))
+    shown = open_progress(10, 2, 8, os.ttyname(slave))
     assert isinstance(shown, BarProgress)
     with shown:
+        shown.advance(4, "loss 2.5")
         shown.advance(5, "loss 1.25")
         shown.line("epoch 1 [not markup]")
     os.set_blocking(master, False)
@@ -110,7 +115,7 @@ def test_a_pipe_gets_lines_and_a_terminal_a_bar() -> None:
     with contextlib.suppress(BlockingIOError):
         while part := os.read(master, 1 << 16):
             written += part.decode()
-    for told in ("epoch 1 [not markup]", "5/10", "loss 1.25"):
+    for told in ("epoch 1 [not markup]", "5/10", "loss 1.25", "images/s for each rank"):
         assert told in written
     os.close(master)
     os.close(slave)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from multiring.models import train
 from multiring.models.errors import CheckpointError, DivergenceError
 from multiring.models.training import checkpoint
 from multiring.models.training.driver import Result
-from multiring.models.training.options import TrainOptions, add_arguments
+from multiring.models.training.options import GROUPS, TrainOptions, add_arguments
 from multiring.models.training.report import read_metrics
 from tests.support import parsed
 
@@ -35,6 +36,7 @@ def run(comm: Communicator, directory: Path, *arguments: str) -> Result:
         {},
         {"np": 3, "data": "-odd path", "depth": 20, "lr": 0.1, "nesterov": True, "sync_bn": False},
         {"nesterov": False, "resume": "some where", "limit_steps": 9, "progress_terminal": "/dev/pts/0"},
+        {"resume": "auto", "extend": True},
         {"recipe": "resnet50-imagenet1k", "dry_run": True, "data": "x", "global_batch": 64},
     ],
 )
@@ -46,6 +48,7 @@ def test_a_relaunch_passes_on_every_option(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
+        ("--extend", 2, "--extend goes on with an earlier training"),
         ("--epochs=0", 2, "--epochs must be at least 1, not 0"),
         ("--seed=-1", 2, "--seed must not be negative, but is -1"),
         ("--batch-size=2 --global-batch=8", 2, "exclude each other"),
@@ -143,3 +146,29 @@ def test_variants_train(comm: Communicator, tmp_path: Path, arguments: list[str]
     state = checkpoint.read(checkpoint.locate(tmp_path))
     dtypes = {str(value.dtype) for name, value in state.arrays.items() if name.startswith("model/")}
     assert dtypes == {"float64" if "--dtype=float64" in arguments else "float32"}
+
+
+def test_a_training_goes_on_for_longer_where_that_is_asked_for(comm: Communicator, tmp_path: Path) -> None:
+    """Or where its learning rates do not depend on how long it is."""
+    run(comm, tmp_path / "cosine", "--epochs=2", "--limit-steps=2")
+    longer = ("--epochs=3", "--limit-steps=3", "--resume")
+    told = "only the number of epochs differs: the checkpoint is of a training of .* steps, and .*--extend"
+    with pytest.raises(CheckpointError, match=told):
+        run(comm, tmp_path / "cosine", *longer)
+    assert run(comm, tmp_path / "cosine", *longer, "--extend").steps == 3
+    with pytest.raises(CheckpointError, match="belongs to another training: seed"):
+        run(comm, tmp_path / "cosine", *longer, "--extend", "--seed=1")
+    run(comm, tmp_path / "constant", "--epochs=2", "--limit-steps=2", "--decay=constant")
+    assert run(comm, tmp_path / "constant", *longer, "--decay=constant").steps == 3
+
+
+def test_help_has_each_option_in_one_group_and_what_holds_without_it() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(
+        {action.dest for action in parser._actions} - {"help", "progress_terminal"}
+    )
+    for action in parser._actions[1:]:
+        assert action.help == argparse.SUPPRESS or "[" in str(action.help), action.dest
+    assert parser.format_help().count("what is trained:") == 1
