@@ -31,6 +31,7 @@ from multiring.models.trainers.recipe import Recipe
 from multiring.models.trainers.trainer import Trainer
 from multiring.models.training import checkpoint, outputs
 from multiring.models.training.checkpoint import Checkpoint
+from multiring.models.training.comparison import measure_one_rank
 from multiring.models.training.driver import Driver, Job, Result
 from multiring.models.training.dry_run import check, render
 from multiring.models.training.options import TrainOptions, add_arguments
@@ -56,6 +57,8 @@ def main(args: argparse.Namespace) -> int:
         options = TrainOptions.from_namespace(args)
         if has_to_start(options.np):
             _start(options)
+        if options.compare:
+            raise UsageError("--compare starts its ranks itself: give -np, and no launcher")
     except UsageError as error:
         print(f"multiring train: {error}", file=sys.stderr)
         return 2
@@ -72,7 +75,9 @@ def main(args: argparse.Namespace) -> int:
 def _start(options: TrainOptions) -> NoReturn:
     # The launcher reads the ranks' output through a pipe; rank 0 draws its bar on the terminal itself.
     terminal = os.ttyname(sys.stdout.fileno()) if sys.stdout.isatty() else None
-    inner = replace(options, np=None, progress_terminal=terminal)
+    inner = replace(options, np=None, compare=False, progress_terminal=terminal)
+    if options.compare:
+        inner = replace(inner, one_rank_speed=measure_one_rank(options))
     assert options.np is not None
     start_ranks(options.np, "-m", "multiring.models.train", *inner.to_arguments())
 

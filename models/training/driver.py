@@ -22,6 +22,7 @@ from multiring.models.trainers.recipe import Recipe
 from multiring.models.trainers.trainer import Sums, Trainer
 from multiring.models.training import checkpoint
 from multiring.models.training.checkpoint import Checkpoint
+from multiring.models.training.comparison import WARM_UP_STEPS
 from multiring.models.training.options import ResolvedOptions, TrainOptions
 from multiring.models.training.outputs import Outputs
 
@@ -94,6 +95,7 @@ class Result:
         test: Sums over all test images after the last step; empty if `--eval-every` is 0.
         fingerprint: Hash of the final state of this rank.
         checkpoint: The last checkpoint.
+        steady_speed: Images per second over all ranks after the first steps of this process.
     """
 
     steps: int
@@ -102,6 +104,7 @@ class Result:
     test: Sums
     fingerprint: str
     checkpoint: Path | None
+    steady_speed: float = 0.0
 
 
 class Driver:
@@ -122,6 +125,8 @@ class Driver:
         self._interval_sums = Sums()
         self._images = 0
         self._seconds = 0.0
+        self._steps_here = 0
+        self._steady = [0, 0.0]  # images and seconds after the first steps
         self._before = (0, 0.0)
         self._saved: Path | None = None
 
@@ -160,7 +165,11 @@ class Driver:
                 self._save()
         if test is None:
             test = self._evaluate() if options.eval_every else Sums()
-        return Result(self._step, self._images, self._seconds, test, self._trainer.fingerprint(), self._saved)
+        images, seconds = self._steady
+        return Result(
+            *(self._step, self._images, self._seconds, test, self._trainer.fingerprint(), self._saved),
+            steady_speed=images / seconds if seconds else 0.0,
+        )
 
     def _train_epoch(self, epoch: int) -> None:
         job, comm = self._job, self._job.comm
@@ -174,10 +183,15 @@ class Driver:
             size=comm.size,
             first_step=self._step - epoch * job.per_epoch,
         )
-        start = time.perf_counter()
+        start = last = time.perf_counter()
         with closing(batches):
             for batch in batches:
                 self._train_step(batch)
+                before, last = last, time.perf_counter()
+                self._steps_here += 1
+                if self._steps_here > WARM_UP_STEPS:
+                    self._steady[0] += batch.global_count
+                    self._steady[1] += last - before
                 if self._step >= job.last_step:
                     break
         self._seconds += time.perf_counter() - start

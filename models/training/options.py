@@ -28,12 +28,10 @@ GROUPS = {
     "what is trained": ("recipe", "framework", "depth", "stem", "data", "image_size", "classes"),
     "ranks and machine": ("np", "threads", "workers", "dtype", "sync_bn"),
     "how long, and how many images at once": ("epochs", "limit_steps", "batch_size", "global_batch"),
-    "learning rate and optimizer": (
-        *("lr", "warmup_epochs", "decay", "momentum", "nesterov", "weight_decay", "zero_residual", "seed"),
-    ),
-    "results": (
-        *("output_dir", "overwrite", "report", "log_every", "eval_every", "verify_every", "dry_run"),
-    ),
+    "learning rate": ("lr", "warmup_epochs", "decay"),
+    "optimizer and weights": ("momentum", "nesterov", "weight_decay", "zero_residual", "seed"),
+    "results": ("output_dir", "overwrite", "report", "log_every", "eval_every", "verify_every"),
+    "before the training": ("dry_run", "compare"),
     "checkpoints": ("checkpoint_every", "keep", "resume", "extend"),
 }
 _EXAMPLES = """\
@@ -142,6 +140,12 @@ class TrainOptions:
     threads: int | None = _option(None, "threads of the framework per rank [as the launcher sets]", type=int)
     workers: int = _option(2, "threads per rank that decode image files", type=int)
     report: bool = _switch(True, "write a TensorBoard log and the curve as PNG")
+    compare: bool = _option(
+        False,
+        "with -np: train for a few steps on one rank first, and tell how much faster the job is",
+        action="store_true",
+    )
+    one_rank_speed: float | None = _option(None, argparse.SUPPRESS, type=float)
     progress_terminal: str | None = _option(None, argparse.SUPPRESS)
 
     def __post_init__(self) -> None:
@@ -177,7 +181,7 @@ class TrainOptions:
             value = getattr(self, field.name)
             if value == field.default:
                 continue
-            if field.name in ("dry_run", "extend"):
+            if field.name in ("dry_run", "extend", "compare"):
                 arguments.append(_flag(field.name))
             elif isinstance(value, bool):
                 arguments.append(_flag(field.name) if value else _flag(field.name).replace("--", "--no-", 1))

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from multiring.models.training import outputs
+from multiring.models.training.comparison import comparison
 from multiring.models.training.driver import Job, Result
 from multiring.models.training.outputs import DirectoryOutputs
 
@@ -37,10 +38,19 @@ def summarise(job: Job, result: Result, seconds: float, written: DirectoryOutput
         f"{result.seconds:.1f} s at {speed:.0f} images/s; {seconds:.1f} s in all",
         "test": _tested(result),
     }
+    one_rank = job.options.one_rank_speed
+    compared: dict[str, Any] = {}
+    gain = efficiency = ""
+    if one_rank and result.steady_speed:
+        compared = comparison(result.steady_speed, one_rank, job.comm.size)
+        gain = f"{compared['speed_up']:.2f} times one rank"
+        efficiency = f"efficiency {100 * compared['efficiency']:.0f} %"
+        lines["speed-up"] = f"{gain} with the same share of this host ({one_rank:.0f} images/s), {efficiency}"
     if job.options.report:
-        lines["curve"] = str(
-            written.draw(f"ResNet-{job.spec.depth}, {job.dataset.description}, {_ranks(job)}")
-        )
+        title = f"ResNet-{job.spec.depth}, {job.dataset.description}, {_ranks(job)}"
+        if compared:
+            title += f"\n{gain}, {efficiency}"
+        lines["curve"] = str(written.draw(title))
         lines["log"] = f"tensorboard --logdir {job.output_dir / outputs.TENSORBOARD}"
     lines["metrics"] = str(job.output_dir / outputs.METRICS)
     lines["checkpoint"] = str(result.checkpoint) if result.checkpoint else "none was due"
@@ -51,6 +61,8 @@ def summarise(job: Job, result: Result, seconds: float, written: DirectoryOutput
         "train_seconds": result.seconds,
         "total_seconds": seconds,
         "images_per_second": speed,
+        "steady_images_per_second": result.steady_speed,
+        **compared,
         "test_accuracy": result.test.accuracy if result.test.count else None,
         "test_loss": result.test.mean_loss if result.test.count else None,
         "fingerprint": result.fingerprint,

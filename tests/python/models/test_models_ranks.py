@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,3 +81,17 @@ def test_a_number_of_ranks_that_is_not_the_jobs_is_refused() -> None:
     done = run_multiring("run", "-np", "2", "-m", "multiring.models.train", "-np", "3", code=2)
     assert done.stderr.count("-np 3 was given inside a job of 2 ranks; leave it out") == 1
     assert "failed with" not in done.stderr
+
+
+def test_a_job_is_compared_with_one_rank(tmp_path: Path) -> None:
+    words = ("--image-size=8", "--limit-steps=8", "--no-report", f"--output-dir={tmp_path / 'out'}")
+    told = run_multiring("train", "-np", "2", "--compare", *words, code=0).stdout
+    assert told.splitlines()[0] == "comparing: 20 steps on one rank, then the job"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    speed_up = summary["steady_images_per_second"] / summary["one_rank_images_per_second"]
+    assert summary["speed_up"] == pytest.approx(speed_up)
+    assert summary["efficiency"] == pytest.approx(speed_up / 2)
+    assert f"speed-up   {speed_up:.2f} times one rank with the same share of this host" in told
+    wrong = run_multiring("train", "-np", "2", "--compare", "--data=/nowhere", code=2).stderr
+    assert "--compare: the short training on one rank failed (see above)" in wrong
+    assert "--compare starts its ranks itself: give -np" in run_multiring("train", "--compare", code=2).stderr
