@@ -9,11 +9,13 @@ import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from multiring import cli
 from multiring.commands.argument_types import array_sizes, number_of, wall_seconds
+from multiring.commands.completion import SHELLS
 from multiring.commands.frameworks import FRAMEWORKS
 from multiring.errors import InternalError, UsageError
 from tests.support import refused, run_multiring, run_python
@@ -81,6 +83,37 @@ def test_what_is_not_understood_is_told_in_two_lines_with_what_is_meant(words: s
     first, second = refused(*words.split()).splitlines()
     assert re.fullmatch(told.replace("?", r"\?"), first.removeprefix("multiring "))
     assert second == f"`multiring {name} --help` lists the options."
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("tr", "train"),
+        ("train --frame", "--framework"),
+        ("train --framework py", "pytensor"),
+        ("plan --coll", "--collective"),
+    ],
+)
+def test_bash_completes_commands_options_and_choices(words: str, completed: str, tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    script = run_multiring("completion", "bash", code=0).stdout
+    (tmp_path / "script").write_text(script)
+    typed = ["multiring", *words.split()]
+    shell = (
+        f"source {tmp_path}/script; COMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; "
+        "$(complete -p multiring | sed -E 's/.*-F ([^ ]+) .*/\\1/'); echo ${COMPREPLY[@]}"
+    )
+    result = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == completed, result.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_has_a_script_with_all_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in cli.COMMANDS)
+    assert "progress" not in script, "what is hidden in --help is hidden here"
 
 
 def test_the_installed_command_is_this_one() -> None:
