@@ -29,6 +29,7 @@ from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.mpich import find_mpich
 from multiring.benchmarks.results import Results
 from multiring.commands.argument_types import number_of
+from multiring.commands.command_parser import CommandParser
 from multiring.errors import MultiringError, UsageError
 from multiring.rendezvous import launch_environment
 from multiring.rendezvous.launch_environment import Placement
@@ -143,7 +144,7 @@ def _load(name: str) -> Benchmark:
 
 def _parse(name: str, benchmark: Benchmark, words: list[str]) -> argparse.Namespace:
     prog = f"multiring bench {name}"
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description=f"Measures {BENCHMARKS[name].help}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

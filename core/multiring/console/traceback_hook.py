@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import difflib
 import os
 import sys
 import traceback
@@ -28,20 +30,34 @@ def traceback_text(error: BaseException, frames: TracebackType | None, *, full: 
     shown = traceback.TracebackException(type(error), error, frames)
     if not full:
         _shorten(shown, error, frames)
-    return "".join(shown.format())
+    return "".join(shown.format()).rstrip("\n") + _suggestion(error, frames) + "\n"
 
 
 def _show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
     try:
         text = traceback_text(error, frames)
         if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
-            message = "".join(traceback.format_exception_only(error))
-            if text.endswith(message):
-                text = f"{text.removesuffix(message)}\x1b[1;31m{message.rstrip()}\x1b[0m\n"
+            at = text.rfind("".join(traceback.format_exception_only(error)).rstrip("\n"))
+            if at >= 0:
+                text = f"{text[:at]}\x1b[1;31m{text[at:].rstrip()}\x1b[0m\n"
         sys.stderr.write(text)  # at once: other ranks may write there, too
         sys.stderr.flush()
     except Exception:  # an error is never lost for its looks
         sys.__excepthook__(kind, error, frames)
+
+
+def _suggestion(error: BaseException, frames: TracebackType | None) -> str:
+    """What Python's own hook says of a misspelt name, which `traceback` leaves out before 3.12."""
+    if sys.version_info >= (3, 12) or not isinstance(error, AttributeError | NameError) or not error.name:
+        return ""
+    names: list[str] = []
+    if isinstance(error, AttributeError):
+        names = dir(error.obj) if error.obj is not None else []
+    else:
+        for frame, _ in traceback.walk_tb(frames):
+            names = [*frame.f_locals, *frame.f_globals, *dir(builtins)]
+    near = difflib.get_close_matches(error.name, names, n=1)
+    return f". Did you mean: {near[0]!r}?" if near else ""
 
 
 class _Stack(traceback.StackSummary):

@@ -98,6 +98,12 @@ except multiring.UsageError as error:
     assert told.endswith("RuntimeError: no groups\n")
 
 
+@pytest.mark.parametrize(("typo", "meant"), [("comm.allreduc", "allreduce"), ("com.allreduce", "comm")])
+def test_a_misspelt_name_is_told_with_the_one_meant(typo: str, meant: str) -> None:
+    told = run_python(f"import multiring\ncomm = multiring.init()\n{typo}\n", QUIET).stderr.splitlines()
+    assert told[-1].partition(". ")[2] == f"Did you mean: '{meant}'?"
+
+
 TEXT = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nValueError: bad\n  worse'
 
 
