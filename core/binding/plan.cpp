@@ -138,9 +138,6 @@ void bind_plans(py::module_& module) {
           },
           "Of the dimensions, from the inside out.")
       .def_property_readonly("count", &Plan::count)
-      .def_property_readonly("adds", [](const Plan& plan) { return adds(plan.collective()); })
-      .def_property_readonly("collective",
-                             [](const Plan& plan) { return collective_name(plan.collective()); })
       .def_property_readonly("order", [](const Plan& plan) { return order_name(plan.order()); })
       .def_property_readonly("element_bytes", &Plan::element_bytes)
       .def_property_readonly("partial_bytes", &Plan::partial_bytes)
@@ -210,6 +207,20 @@ void bind_costs(py::module_& module) {
   module.def(
       "check_tuning", [](const std::string& text) { Tuning::parse(text); }, py::arg("text"),
       "Raises UsageError with the number of the line that is wrong.");
+  module.def(
+      "collective_names",
+      [] {
+        std::vector<std::string> names;
+        for (const Collective each : kAllCollectives) names.emplace_back(collective_name(each));
+        return names;
+      },
+      "The collectives that have a table of algorithms.");
+  module.def(
+      "has_plans", [](const std::string& collective) { return has_plans(parse_collective(collective)); },
+      py::arg("collective"), "Whether plans are among its algorithms.");
+  module.def(
+      "adds", [](const std::string& collective) { return adds(parse_collective(collective)); },
+      py::arg("collective"), "Whether a collective adds anything.");
   module.def("algorithm_letters", &algorithm_letters, "What the letters of a mode mean.");
   module.def(
       "dtype_size", [](const std::string& name) { return dtype_size(parse_dtype(name)); }, py::arg("dtype"),

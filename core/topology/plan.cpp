@@ -74,7 +74,8 @@ const char* phase_name(Phase phase) {
 }
 
 namespace {
-constexpr const char* kCollectiveNames[] = {"allreduce", "reduce_scatter", "allgather", "broadcast"};
+constexpr const char* kCollectiveNames[] = {"allreduce", "reduce_scatter", "allgather", "broadcast",
+                                            "gather",    "scatter",        "alltoall"};
 }
 
 const char* collective_name(Collective collective) {
@@ -83,13 +84,15 @@ const char* collective_name(Collective collective) {
 
 Collective parse_collective(std::string_view name) {
   if (const std::optional<Collective> found = find_collective(name)) return *found;
+  std::string names;
+  for (const Collective each : kAllCollectives)
+    names += std::string(names.empty() ? "" : ", ") + collective_name(each);
   throw_usage("collective '" + std::string(name) +
-              "' has no algorithms to choose from; allreduce, reduce_scatter, allgather and broadcast have");
+              "' has no algorithms to choose from; these have: " + names);
 }
 
 std::optional<Collective> find_collective(std::string_view name) {
-  for (const Collective each :
-       {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather, Collective::kBroadcast})
+  for (const Collective each : kAllCollectives)
     if (name == collective_name(each)) return each;
   return std::nullopt;
 }
@@ -99,13 +102,23 @@ PlanOptions collective_options(Collective collective, std::size_t count, int ran
   options.collective = collective;
   options.count = count;
   const auto size = static_cast<std::size_t>(ranks);
-  if (collective == Collective::kAllgather) options.blocks.assign(size, count);
-  if (collective == Collective::kBroadcast) {
-    options.blocks.assign(size, 0);
-    options.blocks.front() = count;
+  switch (collective) {
+    case Collective::kAllreduce:
+      break;
+    case Collective::kAllgather:
+    case Collective::kGather:
+      options.blocks.assign(size, count);
+      break;
+    case Collective::kBroadcast:
+      options.blocks.assign(size, 0);
+      options.blocks.front() = count;
+      break;
+    case Collective::kReduceScatter:
+    case Collective::kScatter:
+    case Collective::kAlltoall:
+      for (std::size_t rank = 0; rank < size; ++rank)
+        options.blocks.push_back(block_range(count, size, rank).size());
   }
-  for (std::size_t rank = 0; rank < size && collective == Collective::kReduceScatter; ++rank)
-    options.blocks.push_back(block_range(count, size, rank).size());
   return options;
 }
 
@@ -117,6 +130,9 @@ std::size_t Step::most_parts() const {
 
 Plan::Plan(Cluster cluster, const PlanOptions& options) : cluster_(std::move(cluster)), options_(options) {
   cluster_.validate();
+  if (!has_plans(options_.collective))
+    throw_usage("there are no plans of " + std::string(collective_name(options_.collective)) +
+                ": it crosses hosts in rounds, or by messages");
   mode_ = options_.mode = resolve(options.mode, cluster_, options_);
   if (options_.collective != Collective::kAllreduce) {
     require_blocks(mode_);

@@ -307,12 +307,14 @@ TEST(EveryCrossing, Broadcasts) {
   }
 }
 
-// Some pieces alone would be worth a plan, and the longest would not: what those ranks have not staged comes
-// in another round.
-TEST(Allgather, OfPiecesThatWouldGoInDifferentWays) {
+// Some pieces alone would go by another algorithm than the longest: what those ranks have not staged comes in
+// another round.
+TEST(Gathers, OfPiecesThatWouldGoInDifferentWays) {
   GroupOptions options(TransportKind::kCluster, 3, 4096);
   options.hosts = 3;
-  options.communicator.tuning = "allgather 0-1000 rounds\nallgather 0-2000 1x3p\nallgather 0- rounds";
+  options.communicator.tuning =
+      "allgather 0-1000 rounds\nallgather 0-2000 1x3p\nallgather 0- rounds\n"
+      "gather 0-1000 rounds\ngather 0-2000 messages\ngather 0- rounds";
   RankGroup group(options);
   const auto gathered = [](Communicator& communicator, const std::vector<std::uint64_t>& rows) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
@@ -320,15 +322,18 @@ TEST(Allgather, OfPiecesThatWouldGoInDifferentWays) {
     Bytes expected;
     for (std::size_t each = 0; each < rows.size(); ++each)
       append(expected, input_of(DType::kUInt8, rows[each], each));
-    EXPECT_EQ(
-        result_of(perform(
-            communicator,
-            {.kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = rows[rank], .input = input.data()})),
-        expected);
+    Request request{
+        .kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = rows[rank], .input = input.data()};
+    EXPECT_EQ(result_of(perform(communicator, request)), expected);
+    request.kind = OpKind::kGather;
+    for (request.root = 0; request.root < communicator.size(); ++request.root)
+      EXPECT_EQ(result_of(perform(communicator, request)),
+                communicator.rank() == request.root ? expected : Bytes());
   };
   group.run([&](Communicator& communicator) {
     gathered(communicator, {10, 1500, 9000});
     gathered(communicator, {10, 1500, 0});
+    gathered(communicator, {1500, 10, 9000});
     gathered(communicator, {9000, 9000, 9000});
   });
 }
@@ -385,13 +390,14 @@ TEST_P(CollectivesTest, BarrierHoldsUntilAllHaveCome) {
 
 INSTANTIATE_TEST_SUITE_P(Groups, CollectivesTest, ::testing::ValuesIn(all_group_cases()), kPrinted);
 
-// Between more than two hosts what is large is sent as messages, along chains and to those it is for.
+// Among more than two hosts, where what has no plan crosses by messages, in rounds, or as the table says.
 std::vector<GroupCase> many_hosts() {
-  return {{TransportKind::kCluster, 7, 1024, false, 3},
+  return {{TransportKind::kCluster, 7, 1024, false, 3, "messages"},
+          {TransportKind::kCluster, 7, 1024, false, 3, "rounds"},
           {TransportKind::kCluster, 4, 1024, false, 4},
           {TransportKind::kClusterRing, 7, 1024, false, 5},
           {TransportKind::kClusterLine, 5, 1024, false, 4},
-          {TransportKind::kClusterMpi, 5, 1024, false, 3}};
+          {TransportKind::kClusterMpi, 5, 1024, false, 3, "messages"}};
 }
 
 INSTANTIATE_TEST_SUITE_P(ManyHosts, CollectivesTest, ::testing::ValuesIn(many_hosts()), kPrinted);

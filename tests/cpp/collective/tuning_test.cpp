@@ -48,10 +48,10 @@ TEST(Tuning, TheFirstRuleThatMatchesWins) {
       "0-4095 2px4t\n"
       "reduce_scatter 0- allreduce:2px2d");
   ASSERT_EQ(tuning.rules().size(), 5u);
-  EXPECT_TRUE(tuning.rule(Collective::kReduceScatter, 0)->whole);
+  EXPECT_TRUE(tuning.rule(Collective::kReduceScatter, 0)->kind == CrossingAlgorithm::Kind::kAllreducePlan);
   EXPECT_EQ(tuning.rule(Collective::kAllgather, 0), nullptr);
-  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 0)->staged);
-  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 16)->staged);
+  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 0)->is_rounds());
+  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 16)->is_rounds());
   EXPECT_EQ(format_mode(tuning.rule(Collective::kAllreduce, 17)->mode), "2tx4d");
   EXPECT_EQ(tuning.rule(Collective::kAllreduce, 1024)->segment, 0u);
   EXPECT_EQ(format_mode(tuning.rule(Collective::kAllreduce, 1025)->mode), "2px4t");
@@ -90,9 +90,10 @@ TEST(Tuning, TheLineThatIsWrongIsNamed) {
   expect_refused("0-9999999999999G rounds", "is not a number of bytes");
   expect_refused("2-1 rounds", "'2-1' ends before it begins");
   expect_refused("0- rounds/4", "'rounds/4' gives rounds a segment");
+  expect_refused("0- messages/4", "'messages/4' gives messages a segment");
   expect_refused("0- 2x2/0", "has a segment of no bytes");
   expect_refused("0- auto", "mode 'auto'");
-  expect_refused("0- auto", "the other algorithm is rounds");
+  expect_refused("0- auto", "the other algorithms are rounds and messages");
   expect_refused("0- 2x2d rounds", "mode '2x2d rounds'");
   expect_refused("costs latency", "latency is '', not a number of 0 or more");
   expect_refused("costs latency=-1", "latency is '-1', not a number of 0 or more");
@@ -117,10 +118,10 @@ TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
     const auto algorithm = [&](std::size_t bytes, bool rounded = false) {
       return plans.algorithm(*transport, Collective::kAllreduce, bytes, Order::kCanonical, rounded);
     };
-    EXPECT_TRUE(algorithm(1).staged);
+    EXPECT_TRUE(algorithm(1).is_rounds());
     EXPECT_EQ(format_mode(algorithm(17).mode), "2x2d");
     EXPECT_EQ(format_mode(algorithm(1 << 20).mode), "2px2p") << "by the table";
-    EXPECT_TRUE(algorithm(17, true).staged) << "bits of what is rounded may not depend on size";
+    EXPECT_TRUE(algorithm(17, true).is_rounds()) << "bits of what is rounded may not depend on size";
     EXPECT_EQ(format_mode(algorithm(1 << 20, true).mode), "2px2p");
     for (const char* const wrong : {"2x3", "4x1", "2dx2"}) {
       const auto set = [&] {
@@ -131,12 +132,14 @@ TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
     for (const auto& [rule, told] : {std::pair{"allgather 0- 2x2d", "is for allreduces"},
                                      {"reduce_scatter 0- 2tx2", "is for allreduces"},
                                      {"0- allreduce:2px2d", "is for reduce_scatter only"},
+                                     {"broadcast 0- messages", "is for gather, scatter and alltoall only"},
+                                     {"gather 0- 2px2p", "there are no plans of gather"},
                                      {"allgather 0- allreduce:2px2d", "is for reduce_scatter only"}})
       expect_usage([&] { plans.set_tuning(Tuning::parse(rule), *transport); }, told);
     plans.force(parse_algorithm("2x2t"), *transport);
     for (const bool rounded : {false, true}) EXPECT_EQ(format_mode(algorithm(1, rounded).mode), "2x2t");
     plans.force(parse_algorithm("rounds"), *transport);
-    EXPECT_TRUE(algorithm(1 << 20).staged);
+    EXPECT_TRUE(algorithm(1 << 20).is_rounds());
   });
 }
 
@@ -287,7 +290,7 @@ TEST(Tuning, ChoicesAreSharedAtTheSameCostsOnly) {
   RankGroup group(two_by_two(256 * 1024));
   group.run_transports([](const std::shared_ptr<Transport>& transport) {
     const auto is_staged = [&](PlanCache& plans) {
-      return plans.algorithm(*transport, Collective::kAllreduce, 128 << 10, Order::kCanonical).staged;
+      return plans.algorithm(*transport, Collective::kAllreduce, 128 << 10, Order::kCanonical).is_rounds();
     };
     const Tuning far_hosts = Tuning::parse("costs latency=1");
     PlanCache first;

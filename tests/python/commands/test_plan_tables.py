@@ -12,7 +12,7 @@ from tests.support import refused
 
 def test_the_documentation_shows_what_is_printed() -> None:
     found = blocks(PAGE.read_text() + "\n")
-    assert len(found) == 15
+    assert len(found) == 20
     for command, block in found:
         assert block == shown(command)
 
