@@ -26,7 +26,7 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     outgoing[rank] = {next, operation.splits[rank] * row_bytes};
     next += outgoing[rank].bytes;
   }
-  operation.descriptor.key.algorithm = exchange.plans().rules(Collective::kAlltoall);
+  operation.descriptor.key.algorithm = exchange.plans().rules_hash(Collective::kAlltoall);
   exchange.match(call, operation.descriptor, [&] {
     std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);
     exchange.staged(table_bytes);

@@ -68,7 +68,8 @@ Pieces pieces_of(const Exchange& exchange, const Operation& operation) {
   return pieces;
 }
 
-/// What both gathers do: each rank stages its piece with the first round, or none does.
+/// What both gathers do. Ranks whose own piece would go in rounds stage it in the first round; where the
+/// longest piece goes in rounds and others have not staged theirs, all do in another one.
 class Gathering {
  public:
   Gathering(Exchange& exchange, const OperationCall& call, Operation& operation, Collective collective)
@@ -82,7 +83,7 @@ class Gathering {
 
   /// The longest piece decides on the algorithm, which is not known yet: that of this piece may differ.
   void match() {
-    operation_.descriptor.key.algorithm = exchange_.plans().rules(collective_);
+    operation_.descriptor.key.algorithm = exchange_.plans().rules_hash(collective_);
     exchange_.match(call_, operation_.descriptor, [&] {
       if (algorithm(operation_.descriptor.bytes).is_rounds()) copy_.stage_first();
     });

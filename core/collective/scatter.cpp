@@ -26,7 +26,7 @@ void scatter(Exchange& exchange, const OperationCall& call, Operation& operation
         .algorithm(exchange.transport(), Collective::kScatter, bytes, Order::kAny)
         .is_rounds();
   };
-  operation.descriptor.key.algorithm = exchange.plans().rules(Collective::kScatter);
+  operation.descriptor.key.algorithm = exchange.plans().rules_hash(Collective::kScatter);
   StagedCopy copy(exchange, call, outgoing, outgoing[0].bytes);  // block 0 is the longest
   exchange.match(call, operation.descriptor, [&] {
     if (in_rounds(operation.descriptor.bytes)) copy.stage_first();

@@ -149,7 +149,10 @@ double least_memory_bytes(const Plan& plan, std::size_t ranks, double bytes) {
       return here * bytes * (all - 1.0) / all;  // the others' pieces
     case Collective::kBroadcast:
       return (here - 1.0) * bytes;  // the root may be here
-    default:
+    case Collective::kAllreduce:
+    case Collective::kGather:  // and the others without a plan
+    case Collective::kScatter:
+    case Collective::kAlltoall:
       break;
   }
   return 2.0 * here * bytes;

@@ -23,7 +23,7 @@ namespace multiring {
 //
 // A reduce-scatter is the first half of that, an allgather the second: there each rank has its own block, and
 // all blocks cross in one dimension. A broadcast is an allgather in which the root alone has a block. The
-// others have no plan: nothing that one rank receives is worth passing on.
+// others have no plan: what a rank receives is for no other.
 
 enum class Collective {
   kAllreduce,
@@ -45,7 +45,20 @@ constexpr bool adds(Collective collective) {
 }
 
 /// Whether there are plans of it.
-constexpr bool has_plans(Collective collective) { return collective <= Collective::kBroadcast; }
+constexpr bool has_plans(Collective collective) {
+  switch (collective) {
+    case Collective::kAllreduce:
+    case Collective::kReduceScatter:
+    case Collective::kAllgather:
+    case Collective::kBroadcast:
+      return true;
+    case Collective::kGather:
+    case Collective::kScatter:
+    case Collective::kAlltoall:
+      break;
+  }
+  return false;
+}
 
 /// "allreduce", "reduce_scatter", ...: as the function is called.
 MULTIRING_API const char* collective_name(Collective collective);

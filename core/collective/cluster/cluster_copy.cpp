@@ -8,19 +8,6 @@
 #include "topology/chunks.h"
 
 namespace multiring {
-namespace {
-
-// Measured on 4 x 2 emulated hosts, 1 Gbit/s: more bytes in flight made alltoalls slower.
-constexpr std::size_t kBytesInFlight = 1024 * 1024;
-constexpr std::size_t kMinInFlight = 4;
-constexpr std::size_t kMaxInFlight = 8;
-
-std::size_t slots_of(std::size_t segment) {
-  return std::clamp(kBytesInFlight / segment, kMinInFlight, kMaxInFlight);
-}
-
-}  // namespace
-
 void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {
   WaitOptions waiting = call.waiting;
   waiting.brief = true;  // all are in the operation
@@ -35,8 +22,8 @@ MessageRing::MessageRing(Exchange& exchange, const OperationCall& call, Hierarch
       hierarchy_(hierarchy),
       segment_(segment),
       waiting_(call.waiting),
-      memory_(exchange.plans().workspace(2 * slots_of(segment) * segment)),
-      slots_(slots_of(segment)) {
+      memory_(exchange.plans().workspace(2 * message_slots(segment) * segment)),
+      slots_(message_slots(segment)) {
   waiting_.brief = true;  // all are in the operation
   for (std::size_t index = 0; index < slots_.size(); ++index)
     slots_[index].memory = memory_->data() + 2 * index * segment;

@@ -54,6 +54,15 @@ std::size_t longest_piece(const PlanOptions& options) {
   return options.blocks.empty() ? options.count : *std::ranges::max_element(options.blocks);
 }
 
+/// Into how many sections a rank divides its staging memory in rounds: one for each rank that reads, or one
+/// that all read.
+std::size_t section_count(const PlanOptions& options) {
+  const bool is_for_each = options.collective == Collective::kReduceScatter ||
+                           options.collective == Collective::kScatter ||
+                           options.collective == Collective::kAlltoall;
+  return is_for_each ? options.blocks.size() : 1;
+}
+
 /// What each rank of an alltoall says first: how many rows it has for each.
 std::size_t splits_bytes(const Cluster& cluster) {
   return static_cast<std::size_t>(cluster.size()) * sizeof(std::uint64_t);
@@ -99,6 +108,8 @@ AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm,
   PlanOptions options;
   options.count = bytes / sizeof(float);
   if (algorithm.is_rounds()) return round_load(options);
+  if (algorithm.kind != CrossingAlgorithm::Kind::kPlan)
+    throw_usage("an allreduce has no algorithm '" + algorithm_name(algorithm) + "'");
   options.mode = algorithm.mode;
   if (std::ranges::any_of(algorithm.mode, needs_any_order)) options.order = Order::kAny;
   Load load;
@@ -110,22 +121,25 @@ AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm,
 
 AlgorithmTable::Load AlgorithmTable::round_load(const PlanOptions& options) const {
   const std::size_t element = element_bytes(options);
-  const bool is_alltoall = options.collective == Collective::kAlltoall;
-  const bool is_scatter = options.collective == Collective::kReduceScatter ||
-                          options.collective == Collective::kScatter || is_alltoall;
   const std::size_t longest = element * longest_piece(options);
-  const Sections sections(staging_bytes_, is_scatter ? options.blocks.size() : 1, longest);
-  if (sections.most() == 0) throw_usage("rounds need staging memory of a cache line for each rank");
   Load load;
-  if (is_alltoall) load.header_bytes = splits_bytes(cluster_);
+  load.sections = section_count(options);
+  const Sections sections(staging_bytes_, load.sections, longest);
+  if (sections.most() == 0) throw_usage("rounds need staging memory of a cache line for each rank");
+  if (options.collective == Collective::kAlltoall) load.header_bytes = splits_bytes(cluster_);
   load.segments = std::max<std::size_t>(sections.segments(), 1);
   load.round_bytes = sections.published(0, longest);
   // The last block may be one row shorter than the others.
-  const std::size_t last_block = is_scatter ? element * options.blocks.back() : longest;
+  const std::size_t last_block = load.sections > 1 ? element * options.blocks.back() : longest;
   load.last_round_bytes = sections.published(load.segments - 1, last_block);
   load.is_from_root =
       options.collective == Collective::kBroadcast || options.collective == Collective::kScatter;
   return load;
+}
+
+/// Whether staging memory has room for a section of each rank.
+bool AlgorithmTable::fits_rounds(const PlanOptions& options) const {
+  return Sections(staging_bytes_, section_count(options), 1).most() > 0;
 }
 
 AlgorithmTable::Load AlgorithmTable::message_load(const PlanOptions& options) const {
@@ -138,14 +152,18 @@ AlgorithmTable::Load AlgorithmTable::message_load(const PlanOptions& options) co
 
 double AlgorithmTable::seconds(const Load& load, const Cluster& cluster, const CostModel& model) const {
   double seconds = model.call_seconds;
-  if (load.header_bytes) seconds += round_.seconds(*load.header_bytes, cluster, model);
+  if (load.header_bytes) seconds += round_.seconds(*load.header_bytes, *load.header_bytes, cluster, model);
   if (load.plan) return seconds + price(*load.plan, cluster, model).seconds(load.segments);
   if (load.messages) return seconds + load.messages->seconds(load.piece, staging_bytes_, cluster, model);
-  const RoundLoad& round = round_of(load);
-  seconds += round.seconds(load.last_round_bytes, cluster, model);
+  seconds += round_seconds(load, load.last_round_bytes, cluster, model);
   if (load.segments > 1)
-    seconds += static_cast<double>(load.segments - 1) * round.seconds(load.round_bytes, cluster, model);
+    seconds += static_cast<double>(load.segments - 1) * round_seconds(load, load.round_bytes, cluster, model);
   return seconds;
+}
+
+double AlgorithmTable::round_seconds(const Load& load, std::size_t bytes, const Cluster& cluster,
+                                     const CostModel& model) const {
+  return round_of(load).seconds(bytes, bytes / load.sections, cluster, model);
 }
 
 double AlgorithmTable::seconds(const Load& load, const JobCosts& costs) const {
@@ -166,7 +184,7 @@ double AlgorithmTable::least_plan_seconds() const {
   for (const Interface& interface : cluster_.hosts.front().interfaces)
     latency = std::min(latency, interface.latency);
   for (const LinkCost& link : model_.dimensions) latency = std::min(latency, link.latency);
-  return model_.call_seconds + round_.seconds(0, cluster_, model_) + latency;
+  return model_.call_seconds + round_.seconds(0, 0, cluster_, model_) + latency;
 }
 
 AlgorithmTable::Entry AlgorithmTable::rounds(const PlanOptions& options) const {
@@ -240,7 +258,7 @@ std::vector<AlgorithmTable::Entry> AlgorithmTable::entries(const PlanOptions& op
   std::vector<Entry> found;
   // Of two that are as quick the one that sends less comes first.
   if (!has_plans(options.collective) && cluster_.fully_linked()) found.push_back(messages(options));
-  if (options.mode.empty()) found.push_back(rounds(options));
+  if (options.mode.empty() && (found.empty() || fits_rounds(options))) found.push_back(rounds(options));
   if (!has_plans(options.collective)) return found;
   for (Entry& entry : plans(options)) found.push_back(std::move(entry));
   if (options.mode.empty() && options.collective == Collective::kReduceScatter)
@@ -315,7 +333,7 @@ std::vector<AlgorithmRow> AlgorithmTable::rows(const PlanOptions& wanted) const 
   simplest_quick(rows).is_chosen = true;
   if (!options.mode.empty()) return rows;
   if (!has_plans(options.collective)) {
-    if (!cluster_.fully_linked()) {  // hosts that are no neighbours have something for each other
+    if (!cluster_.fully_linked()) {  // messages need a link between every two hosts
       rows.emplace_back().name = algorithm_name({CrossingAlgorithm::Kind::kMessages});
       rows.back().excluded = no_link(0, 2);
     }

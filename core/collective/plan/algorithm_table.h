@@ -48,6 +48,7 @@ class MULTIRING_API AlgorithmTable {
     std::size_t segments = 1;             ///< of the plan; or how many rounds
     std::size_t round_bytes = 0;          ///< that a rank publishes in each round but the last
     std::size_t last_round_bytes = 0;
+    std::size_t sections = 1;   ///< of what is published a rank takes one
     bool is_from_root = false;  ///< rounds in which one rank publishes
   };
   /// Of an allreduce of float32.
@@ -71,6 +72,7 @@ class MULTIRING_API AlgorithmTable {
   Entry messages(const PlanOptions& options) const;
   std::optional<Entry> allreduce_plan(const PlanOptions& options) const;
   Load round_load(const PlanOptions& options) const;
+  bool fits_rounds(const PlanOptions& options) const;
   Load message_load(const PlanOptions& options) const;
   struct Segmented {
     std::size_t segment = 0;  ///< bytes; 0: as the runtime divides by itself
@@ -79,6 +81,8 @@ class MULTIRING_API AlgorithmTable {
   std::size_t segments_of(const PlanOptions& options, std::size_t segment) const;
   std::optional<Segmented> best_segment(const Plan& plan, const PlanOptions& options) const;
   const RoundLoad& round_of(const Load& load) const;
+  double round_seconds(const Load& load, std::size_t bytes, const Cluster& cluster,
+                       const CostModel& model) const;
   double least_plan_seconds() const;
   double seconds(const Load& load, const Cluster& cluster, const CostModel& model) const;
   AlgorithmRow row_of(const Entry& entry) const;

@@ -64,12 +64,24 @@ CrossingAlgorithm parse_algorithm(std::string_view text) {
   try {
     algorithm.mode = parse_mode(name);
   } catch (const Error& error) {
-    throw_usage(std::string(error.what()) + "; the other algorithms are rounds and messages");
+    throw_usage(std::string(error.what()) +
+                "; or rounds, or in a rule for gather, scatter or alltoall messages");
   }
   if (slash == text.size()) return algorithm;
   algorithm.segment = parse_bytes(text.substr(slash + 1));
   if (algorithm.segment == 0) throw_usage("'" + std::string(text) + "' has a segment of no bytes");
   return algorithm;
+}
+
+void require_runs(const CrossingAlgorithm& algorithm, Collective collective) {
+  const std::string name = algorithm_name(algorithm);
+  if (algorithm.kind == Kind::kAllreducePlan && collective != Collective::kReduceScatter)
+    throw_usage("'" + name + "' is for reduce_scatter only");
+  if (algorithm.kind == Kind::kMessages && has_plans(collective))
+    throw_usage("'" + name + "' is for gather, scatter and alltoall only, by a rule of MULTIRING_TUNING");
+  if (algorithm.kind == Kind::kPlan && !has_plans(collective))
+    throw_usage(std::string(collective_name(collective)) + " has no plans such as " + name +
+                ": it crosses hosts by rounds or messages");
 }
 
 std::string algorithm_name(const CrossingAlgorithm& algorithm) {

@@ -10,6 +10,7 @@
 #include "base/export.h"
 #include "topology/chunks.h"
 #include "topology/dimensions.h"
+#include "topology/plan.h"
 
 namespace multiring {
 
@@ -33,10 +34,12 @@ struct CrossingAlgorithm {
 /// which may be followed by the bytes of a segment (4px2d/65536, 4px2d/64K). Raises a usage error that shows
 /// the text and what is wrong with it.
 MULTIRING_API CrossingAlgorithm parse_algorithm(std::string_view text);
+/// Raises a usage error unless the collective has such an algorithm, whatever the ranks and hosts.
+MULTIRING_API void require_runs(const CrossingAlgorithm& algorithm, Collective collective);
 /// "rounds", "messages", or the mode: what it is called in tables, and read back.
 MULTIRING_API std::string algorithm_name(const CrossingAlgorithm& algorithm);
 
-/// Of all that is above, for ranks to compare; 0: rounds.
+/// A hash of name and segment, for ranks to compare; 0: rounds.
 MULTIRING_API std::uint16_t hash_of(const CrossingAlgorithm& algorithm);
 
 /// Reads 4096, 64K, 1M or 1G (factors of 1024). Raises a usage error.

@@ -32,6 +32,9 @@ class MULTIRING_API MessageLoad {
     std::size_t within = 0;  ///< from one of its ranks to another
   };
 
+  void add(const HostPieces& host, std::size_t rank_sent, std::size_t rank_received, std::size_t rank_within);
+
+  bool is_alltoall_;
   std::vector<HostPieces> hosts_;
   // The most of any rank.
   std::size_t rank_sent_ = 0;

@@ -65,10 +65,7 @@ Plan PlanCache::plan(const Request& request) const {
 void PlanCache::require_fit_and_links(const CrossingAlgorithm& algorithm, Collective collective,
                                       const Transport& transport) const {
   using enum CrossingAlgorithm::Kind;
-  if (algorithm.kind == kAllreducePlan && collective != Collective::kReduceScatter)
-    throw_usage("'" + algorithm_name(algorithm) + "' is for reduce_scatter only");
-  if (algorithm.kind == kMessages && has_plans(collective))
-    throw_usage("'" + algorithm_name(algorithm) + "' is for gather, scatter and alltoall only");
+  require_runs(algorithm, collective);
   if (algorithm.kind == kMessages && !cluster_.fully_linked())
     throw_usage("'" + algorithm_name(algorithm) +
                 "' go from each host to each, and hosts reach their neighbours only (MULTIRING_HOST_LINKS); "
@@ -116,7 +113,7 @@ void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
   tuning_ = std::move(tuning);
   const bool is_used = !transport.shares_memory() && (tuning_.costs() || !tuning_.rules().empty());
   for (const Collective each : kAllCollectives)
-    rules_[static_cast<std::size_t>(each)] = is_used ? hash_of(tuning_, each) : std::uint16_t{0};
+    rules_hashes_[static_cast<std::size_t>(each)] = is_used ? hash_of(tuning_, each) : std::uint16_t{0};
 }
 
 void PlanCache::share_choices(const PlanCache& other) {

@@ -62,7 +62,9 @@ class MULTIRING_API PlanCache {
                                      Order order, bool rounded = false);
   /// A hash of what decides on a collective whose algorithm is not known before ranks are matched; 0: no
   /// tuning.
-  std::uint16_t rules(Collective collective) const { return rules_[static_cast<std::size_t>(collective)]; }
+  std::uint16_t rules_hash(Collective collective) const {
+    return rules_hashes_[static_cast<std::size_t>(collective)];
+  }
   /// The table of algorithms of a collective of float32, with the one that is used as the chosen one.
   std::vector<AlgorithmRow> rows(const Transport& transport, Collective collective, std::size_t bytes,
                                  Order order);
@@ -96,7 +98,7 @@ class MULTIRING_API PlanCache {
   Cluster cluster_;  // empty: not yet found
   std::optional<CrossingAlgorithm> forced_;
   Tuning tuning_;
-  std::array<std::uint16_t, std::size(kAllCollectives)> rules_{};  // by collective
+  std::array<std::uint16_t, std::size(kAllCollectives)> rules_hashes_{};  // by collective
   std::shared_ptr<Choices> choices_ = std::make_shared<Choices>();
   struct Schedules {
     std::list<Kept> recent;  // most recently used first

@@ -48,7 +48,8 @@ double RoundLoad::Sent::seconds(std::size_t bytes, double bytes_per_second, cons
                    static_cast<double>(messages) * each * model.interface_message_seconds});
 }
 
-double RoundLoad::seconds(std::size_t bytes, const Cluster& cluster, const CostModel& model) const {
+double RoundLoad::seconds(std::size_t bytes, std::size_t taken, const Cluster& cluster,
+                          const CostModel& model) const {
   double seconds = 0.0;
   for (const Host& host : cluster.hosts)  // when ranks have published, and when all has arrived
     if (host.ranks.size() > 1) seconds = std::max(seconds, 2 * host.memory.latency);
@@ -65,7 +66,8 @@ double RoundLoad::seconds(std::size_t bytes, const Cluster& cluster, const CostM
     seconds += crossing_latency(cluster, model) + all_messages * model.shared_message_seconds + sending +
                all_bytes / model.shared_bytes_per_second;
   }
-  const auto read = static_cast<double>(bytes) * static_cast<double>(publishers_ + 1);
+  const double read =
+      static_cast<double>(bytes) + static_cast<double>(taken) * static_cast<double>(publishers_);
   double memory = read / model.reduction_bytes_per_second;
   for (const Host& host : cluster.hosts)
     memory = std::max(memory, read * static_cast<double>(host.ranks.size()) / host.memory.bytes_per_second);

@@ -93,7 +93,7 @@ TEST(Tuning, TheLineThatIsWrongIsNamed) {
   expect_refused("0- messages/4", "'messages/4' gives messages a segment");
   expect_refused("0- 2x2/0", "has a segment of no bytes");
   expect_refused("0- auto", "mode 'auto'");
-  expect_refused("0- auto", "the other algorithms are rounds and messages");
+  expect_refused("0- auto", "or in a rule for gather, scatter or alltoall messages");
   expect_refused("0- 2x2d rounds", "mode '2x2d rounds'");
   expect_refused("costs latency", "latency is '', not a number of 0 or more");
   expect_refused("costs latency=-1", "latency is '-1', not a number of 0 or more");
@@ -133,7 +133,7 @@ TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
                                      {"reduce_scatter 0- 2tx2", "is for allreduces"},
                                      {"0- allreduce:2px2d", "is for reduce_scatter only"},
                                      {"broadcast 0- messages", "is for gather, scatter and alltoall only"},
-                                     {"gather 0- 2px2p", "there are no plans of gather"},
+                                     {"gather 0- 2px2p", "gather has no plans such as 2px2p"},
                                      {"allgather 0- allreduce:2px2d", "is for reduce_scatter only"}})
       expect_usage([&] { plans.set_tuning(Tuning::parse(rule), *transport); }, told);
     plans.force(parse_algorithm("2x2t"), *transport);
@@ -311,13 +311,16 @@ TEST(Tuning, ChoicesAreSharedAtTheSameCostsOnly) {
 
 // Ranks that would wait for messages that no rank sends.
 TEST(Tuning, RanksThatWouldRunDifferentAlgorithmsAreToldSo) {
-  for (const OpKind kind :
-       {OpKind::kAllreduce, OpKind::kReduceScatter, OpKind::kAllgather, OpKind::kBroadcast})
+  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kReduceScatter, OpKind::kAllgather,
+                            OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAlltoall})
     for (const char* const other : {"rounds", "2px2c"}) {
+      const bool has_no_plan =
+          kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAlltoall;
+      if (has_no_plan && other != std::string_view("rounds")) continue;
       SCOPED_TRACE(traits_of(kind).name + std::string(" by ") + other);
       RankGroup group(two_by_two(256 * 1024));
       expect_all_raised(group.outcomes([&](Communicator& communicator) {
-        const std::string algorithm = communicator.rank() == 1 ? other : "2px2p";
+        const std::string algorithm = communicator.rank() == 1 ? other : has_no_plan ? "messages" : "2px2p";
         const std::string rule =
             kind == OpKind::kAllreduce ? "0- " : std::string(traits_of(kind).name) + " 0- ";
         communicator.set_tuning(rule + algorithm);
@@ -325,7 +328,10 @@ TEST(Tuning, RanksThatWouldRunDifferentAlgorithmsAreToldSo) {
         std::vector<float> result(40'000);
         Request request{.kind = kind, .rows = data.size(), .input = data.data()};
         if (kind == OpKind::kAllreduce || kind == OpKind::kBroadcast) request.output = result.data();
-        if (kind == OpKind::kBroadcast) request.root = 0;
+        if (kind == OpKind::kBroadcast || kind == OpKind::kGather) request.root = 0;
+        if (kind == OpKind::kScatter) request = communicator.rank() == 0 ? request : Request{.kind = kind};
+        if (kind == OpKind::kScatter) request.root = 0;
+        if (kind == OpKind::kAlltoall) request.splits.assign(4, 2'500);
         perform(communicator, request);
       }),
                         ErrorKind::kMismatch, "by different algorithms");

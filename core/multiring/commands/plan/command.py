@@ -146,10 +146,11 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Chooses the plan and prints it. Raises UsageError for a mode that does not fit the cluster."""
-    if args.mode in _WITHOUT_PLAN and args.segment:
-        _refuse(f"--segment is for plans, and {args.mode} are none")
-    collective, request, model = _described(args)
     has_plan = args.mode not in _WITHOUT_PLAN and native.has_plans(args.collective)
+    if args.segment and not has_plan:
+        none = f"{args.mode} are none" if args.mode in _WITHOUT_PLAN else f"{args.collective} has none"
+        _refuse(f"--segment is for plans, and {none}")
+    collective, request, model = _described(args)
     rows = [] if has_plan and not args.explain else _rows(args, collective, request, model)
     prediction = _predict(collective, request, model) if has_plan else None
     if args.json:
@@ -204,7 +205,10 @@ def _rows(
 ) -> list[native.AlgorithmRow]:
     """The table of algorithms, or the one that --mode names."""
     if collective.cluster.size > _MAX_EXPLAINED_RANKS:
-        _refuse(f"algorithms are compared for at most {_MAX_EXPLAINED_RANKS} ranks: leave --explain out")
+        hint = ": leave --explain out" if args.explain else ""
+        _refuse(f"algorithms are compared for at most {_MAX_EXPLAINED_RANKS} ranks{hint}")
+    if len(args.links) > 1 and not native.has_plans(args.collective):
+        _refuse(f"--links has {len(args.links)} links, and {args.collective} crosses hosts in one dimension")
     rows = native.algorithm_table(collective.cluster, request, model)
     if args.mode not in _WITHOUT_PLAN:
         return rows
