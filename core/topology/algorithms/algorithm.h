@@ -40,9 +40,8 @@ struct AlgorithmTraits {
 
   // For the tables of docs/plans.md and docs/algorithms.md.
   const char* description;
-  const char* hops_text;  ///< among n, there and back
-  const char*
-      bytes_text;  ///< by a host, of n that are subtrees of the canonical tree, where n is a power of two
+  const char* hops_text;   ///< among n, there and back
+  const char* bytes_text;  ///< by a host, of n that are subtrees of the canonical tree; n is a power of two
   const char* good_for;
 
   /// What the first step with it is, which says what ranks hold after it. Only a reduce-scatter keeps blocks
