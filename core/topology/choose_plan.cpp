@@ -23,6 +23,7 @@ std::vector<Algorithm> candidates_for(bool across_hosts, bool last, const PlanOp
   const bool has_blocks = options.collective != Collective::kAllreduce;
   const auto is_compared = [&](Algorithm algorithm) {
     const AlgorithmTraits& traits = traits_of(algorithm);
+    if (has_blocks && !across_hosts) return algorithm == Algorithm::kPairwise;
     if (has_blocks && traits.reducing_phase != Phase::kReduceScatter) return false;
     if (!last && traits.reducing_phase == Phase::kAllreduce) return false;
     if (options.order != Order::kAny && traits.by_chunk == ByChunk::kOrder) return false;

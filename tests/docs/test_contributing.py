@@ -1,5 +1,5 @@
-"""CONTRIBUTING.md is right about what a new collective and a new algorithm take: both are added to a copy of the
-tree, and run."""
+"""CONTRIBUTING.md is right about what a new collective and a new algorithm take: both are added to a copy of
+the tree, and run."""
 
 from __future__ import annotations
 
@@ -159,5 +159,7 @@ def test_an_algorithm_is_a_file_and_a_line(prefix: Path) -> None:
     assert ALGORITHMS in described("An algorithm")
     assert Path(LIST).name in described("An algorithm")
     assert launched(prefix, SUMS, "-np", "4", "--mode", "1x4q").count("summed") == 4
-    plan = (sys.executable, "-m", "multiring", "plan", "--hosts", "4", "--bytes", "1M", "--mode", "1x4q")
-    assert "copied exchange" in run(*plan, PYTHONPATH=str(prefix))
+    plan = (sys.executable, "-m", "multiring", "plan", "--hosts", "4x2", "--bytes", "1M")
+    assert "copied exchange" in run(*plan, "--mode", "2x4q", PYTHONPATH=str(prefix))
+    for collective in ("allreduce", "reduce_scatter"):
+        assert "2px4q" in run(*plan, "--collective", collective, "--explain", PYTHONPATH=str(prefix))

@@ -115,7 +115,7 @@ TEST(Algorithms, AreToldApart) {
 }
 
 TEST(Mode, ThatCannotBeReadSaysWhereAndHowItIsWritten) {
-  for (const char* const text : {"", "x", "4x", "x4", "4xx2", "0", "4x0", "-4", "+4", "4 x8", "4q", "4rr",
+  for (const char* const text : {"", "x", "4x", "x4", "4xx2", "0", "4x0", "-4", "+4", "4 x8", "4?", "4rr",
                                  "4x8R", "four", "99999999999999999999", "16777217", "4,8"}) {
     error_of(
         ErrorKind::kUsage, [&] { parse_mode(text); },
