@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -93,7 +94,7 @@ void bind_steps(py::module_& module) {
       .def_property_readonly("end", [](const Group& group) { return group.range.end; });
   py::class_<Step>(module, "Step", "What all groups of a dimension do at the same time.")
       .def_property_readonly("phase", [](const Step& step) { return phase_name(step.phase); })
-      .def_property_readonly("algorithm", [](const Step& step) { return algorithm_name(step.algorithm); })
+      .def_property_readonly("algorithm", [](const Step& step) { return traits_of(step.algorithm).name; })
       .def_readonly("dimension", &Step::dimension)
       .def_readonly("groups", &Step::groups)
       .def_property_readonly("hops", &hop_count)
@@ -221,7 +222,24 @@ void bind_costs(py::module_& module) {
   module.def(
       "adds", [](const std::string& collective) { return adds(parse_collective(collective)); },
       py::arg("collective"), "Whether a collective adds anything.");
-  module.def("algorithm_letters", &algorithm_letters, "What the letters of a mode mean.");
+  module.def("algorithm_letters", [] { return algorithm_letters(); }, "What the letters of a mode mean.");
+  module.def(
+      "documented_algorithms",
+      [] {
+        std::vector<std::map<std::string, std::string>> found;
+        for (const Algorithm algorithm : kAllAlgorithms) {
+          const AlgorithmTraits& traits = traits_of(algorithm);
+          found.push_back({{"letter", std::string(1, traits.letter)},
+                           {"name", traits.name},
+                           {"description", traits.description},
+                           {"hops", traits.hops_text},
+                           {"bytes", traits.bytes_text},
+                           {"good_for", traits.good_for},
+                           {"canonical", traits.by_chunk == ByChunk::kOrder ? "no" : "yes"}});
+        }
+        return found;
+      },
+      "What the documentation says of each algorithm of a mode.");
   module.def(
       "dtype_size", [](const std::string& name) { return dtype_size(parse_dtype(name)); }, py::arg("dtype"),
       "Bytes of an element of a type by its name.");

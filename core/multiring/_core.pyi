@@ -51,6 +51,7 @@ __all__: list[str] = [
     "copy_from_device",
     "copy_streaming",
     "copy_to_device",
+    "documented_algorithms",
     "dtype_size",
     "has_plans",
     "interface_addresses",
@@ -909,6 +910,11 @@ def copy_to_device(
 ) -> None:
     """
     Writes bytes to memory of a device, after the work that the stream has now.
+    """
+
+def documented_algorithms() -> list[dict[str, str]]:
+    """
+    What the documentation says of each algorithm of a mode.
     """
 
 def dtype_size(dtype: str) -> int:

@@ -34,38 +34,25 @@ Mode resolve(Mode mode, const Cluster& cluster, const PlanOptions& options) {
 /// Blocks cross hosts at once, and the rank that carries one holds all of it.
 void require_blocks(const Mode& mode) {
   const bool fits = mode.size() <= 2 && mode.front().algorithm == Algorithm::kPairwise &&
-                    reducing_phase(*mode.back().algorithm) == Phase::kReduceScatter;
+                    traits_of(*mode.back().algorithm).reducing_phase == Phase::kReduceScatter;
   if (!fits)
     throw_usage("mode " + format_mode(mode) +
-                " is for allreduces: others cross hosts in one dimension, by a pairwise exchange (p), a ring "
-                "(r) or a chain (c), and use the pairwise exchange within hosts");
+                " is for allreduces: others cross hosts in one dimension, by one of " +
+                algorithm_letters(Phase::kReduceScatter) + ", and use the pairwise exchange within hosts");
 }
 
 void require_canonical(const Mode& mode) {
-  for (const Dimension& dimension : mode)
-    if (needs_any_order(dimension))
-      throw Error(ErrorKind::kUsage,
-                  "mode " + format_mode(mode) + ": a ring of " + std::to_string(dimension.size) +
-                      " ranks adds in the order of the ring, not in the canonical one; take the pairwise "
-                      "exchange (p), which sends the same bytes, or allow another order "
-                      "(MULTIRING_ORDER=any, --order any)");
+  for (const Dimension& dimension : mode) {
+    if (!needs_any_order(dimension)) continue;
+    const std::string name = traits_of(*dimension.algorithm).name;
+    throw_usage("mode " + format_mode(mode) + ": a " + name + " of " + std::to_string(dimension.size) +
+                " ranks adds in the order of the " + name +
+                ", not in the canonical one; take the pairwise exchange (p), which sends the same bytes, or "
+                "allow another order (MULTIRING_ORDER=any, --order any)");
+  }
 }
 
 }  // namespace
-
-Phase reducing_phase(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kPairwise:
-    case Algorithm::kRing:
-    case Algorithm::kChain:
-      return Phase::kReduceScatter;
-    case Algorithm::kDoubling:
-      return Phase::kAllreduce;
-    case Algorithm::kTree:
-      break;
-  }
-  return Phase::kReduce;
-}
 
 const char* phase_name(Phase phase) {
   static constexpr const char* kNames[] = {"reduce-scatter", "reduce", "allreduce", "broadcast",
@@ -176,7 +163,7 @@ std::vector<Range> Plan::host_shares(const Host& host) const {
   if (blocks_) return blocks_->shares(host);
   const Group group{host.ranks, {0, options_.count}, -1, 0};
   std::vector<Range> shares(host.ranks.size());
-  if (reducing_phase(*mode_.front().algorithm) == Phase::kReduceScatter)
+  if (traits_of(*mode_.front().algorithm).reducing_phase == Phase::kReduceScatter)
     for (std::size_t local_rank = 0; local_rank < shares.size(); ++local_rank)
       shares[local_rank] = share(group, local_rank);
   else

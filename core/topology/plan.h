@@ -67,11 +67,6 @@ MULTIRING_API std::optional<Collective> find_collective(std::string_view name);
 /// Raises a usage error where there is no such name.
 MULTIRING_API Collective parse_collective(std::string_view name);
 
-enum class Phase { kReduceScatter, kReduce, kAllreduce, kBroadcast, kAllGather };
-
-/// What a dimension's first step with an algorithm is, which says what ranks hold after it.
-MULTIRING_API Phase reducing_phase(Algorithm algorithm);
-
 /// "reduce-scatter", "reduce", "allreduce", "broadcast", "all-gather".
 MULTIRING_API const char* phase_name(Phase phase);
 
@@ -88,7 +83,7 @@ struct Group {
   Range range;                    ///< of elements
   int channel = -1;               ///< index into Plan::channels(); -1: the memory of a host
   std::size_t first_holding = 0;  ///< member i enters a reducing step with Step::holdings[first_holding + i]
-  bool backward = false;          ///< a ring that goes from each position to the one before
+  bool backward = false;          ///< from each position to the one before, of both directions
   int owner = -1;                 ///< the position that all of `range` belongs to; -1: each has a share
 };
 

@@ -309,7 +309,8 @@ AlgorithmRow AlgorithmTable::other_row(const PlanOptions& options) const {
   if (const std::optional<std::pair<int, int>> missing = missing_link(cluster_, options)) {
     row.excluded = no_link(missing->first, missing->second);
   } else if (options.order != Order::kAny && needs_any_order(options.mode.back())) {
-    row.excluded = "adds in the order of the ring (--order any)";
+    row.excluded = std::string("adds in the order of the ") + traits_of(*options.mode.back().algorithm).name +
+                   " (--order any)";
   } else if (const std::optional<Segmented> best = best_segment(Plan(cluster_, options), options); !best) {
     row.excluded = "MULTIRING_STAGING_BYTES is too small for the blocks of so many ranks";
   } else {
@@ -342,7 +343,7 @@ std::vector<AlgorithmRow> AlgorithmTable::rows(const PlanOptions& wanted) const 
   for (const Algorithm algorithm : kAllAlgorithms) {
     // Blocks cross in no other way (Plan).
     const bool has_blocks = options.collective != Collective::kAllreduce;
-    if (has_blocks && reducing_phase(algorithm) != Phase::kReduceScatter) continue;
+    if (has_blocks && traits_of(algorithm).reducing_phase != Phase::kReduceScatter) continue;
     PlanOptions tried = options;
     tried.mode = flat_mode(cluster_);
     tried.mode.front().algorithm = Algorithm::kPairwise;

@@ -17,9 +17,9 @@ std::size_t class_of(std::size_t bytes) {
   return round_up(bytes, std::size_t{1} << step);
 }
 
-/// Whether in which order elements are added, or which sums of them are rounded, depends on their chunk.
 bool depends_on_chunk(Algorithm algorithm, bool rounded) {
-  return algorithm == Algorithm::kRing || (rounded && algorithm == Algorithm::kChain);
+  const ByChunk by_chunk = traits_of(algorithm).by_chunk;
+  return by_chunk == ByChunk::kOrder || (rounded && by_chunk == ByChunk::kRounding);
 }
 
 /// The hosts and ranks of a group. Messages are striped over interfaces below.
