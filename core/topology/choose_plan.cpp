@@ -27,7 +27,10 @@ std::vector<Algorithm> candidates_for(bool across_hosts, bool last, const PlanOp
     if (has_blocks && traits.reducing_phase != Phase::kReduceScatter) return false;
     if (!last && traits.reducing_phase == Phase::kAllreduce) return false;
     if (options.order != Order::kAny && traits.by_chunk == ByChunk::kOrder) return false;
-    if (traits.candidate == Candidate::kAmongNeighbours) return across_hosts && !fully_linked;
+    // What one rank has passes along a line as quickly as round a ring in two halves, in half of the
+    // messages.
+    const bool is_line = !fully_linked || options.collective == Collective::kBroadcast;
+    if (traits.candidate == Candidate::kAmongNeighbours) return across_hosts && is_line;
     return across_hosts || traits.candidate == Candidate::kEverywhere;
   };
   std::vector<Algorithm> found;

@@ -41,7 +41,7 @@ constinit const AlgorithmTraits kChainTraits{
     .bytes_text = "more than a ring, to two neighbours",
     .good_for = "hosts that reach their neighbours only, in canonical order",
     .reducing_phase = Phase::kReduceScatter,
-    .complexity = 4,
+    .complexity = 3,
     .candidate = Candidate::kAmongNeighbours,
     .by_chunk = ByChunk::kRounding,
     .hops = [](std::size_t n, bool) { return static_cast<int>(n) - 1; },

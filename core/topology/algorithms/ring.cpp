@@ -34,7 +34,7 @@ constinit const AlgorithmTraits kRingTraits{
     .bytes_text = "2 (n - 1) / n of an array, to two neighbours",
     .good_for = "hosts that reach their neighbours only, and many hosts",
     .reducing_phase = Phase::kReduceScatter,
-    .complexity = 3,
+    .complexity = 4,
     .candidate = Candidate::kAcrossHosts,
     .by_chunk = ByChunk::kOrder,
     .both_directions = true,

@@ -131,7 +131,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="M",
         help="ranks within a host x near hosts x far hosts ...; a letter after a number forces an algorithm: "
-        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d; or rounds, or messages, without a plan [automatic]",
+        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d; or rounds, or messages [automatic]",
     )
     plan.add_argument(
         "--segment", type=units.size, default=0, metavar="B", help="bytes of a pipelined piece [automatic]"
@@ -224,8 +224,8 @@ def _predict(collective: Collective, request: native.PlanRequest, model: native.
     across = plan.mode.count("x")
     if len(model.dimensions) > across:
         _refuse(
-            f"--links has {len(model.dimensions)} links, but mode {plan.mode} has {across} across hosts: name "
-            "the dimensions by --mode"
+            f"--links has {len(model.dimensions)} links, but mode {plan.mode} has {across} across hosts: "
+            "name the dimensions by --mode"
         )
     return Prediction(
         **vars(collective),
