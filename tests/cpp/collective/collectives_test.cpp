@@ -317,7 +317,7 @@ TEST(EveryCrossing, Broadcasts) {
   }
 }
 
-// Some pieces alone would go by another algorithm than the longest: what those ranks have not staged comes in
+// Some pieces alone would use another algorithm than the longest: what those ranks have not staged comes in
 // another round.
 TEST(Gathers, OfPiecesThatWouldGoInDifferentWays) {
   GroupOptions options(TransportKind::kCluster, 3, 4096);
