@@ -1,4 +1,5 @@
-"""Writes the tables of docs/algorithms.md anew, from the commands above them.
+"""Writes the tables of docs/algorithms.md anew, from the commands above them, and there and in docs/plans.md
+those of the letters of a mode, from core/topology/algorithms.
 
 Run it after a change of the cost model or of an algorithm, and read what changes:
 python ci/update_tables.py.
@@ -11,9 +12,14 @@ import io
 import re
 from pathlib import Path
 
-from multiring import cli
+from multiring import _core, cli
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
+# By page: a line of an algorithm in the table of letters.
+LETTERS = {
+    PAGE: "| `{letter}` {name} | {hops} | {bytes} | {canonical} |\n",
+    PAGE.with_name("plans.md"): "| `{letter}` | {name}: {description} | {hops} | {good_for} |\n",
+}
 
 
 def printed(*arguments: str) -> str:
@@ -37,8 +43,18 @@ def shown(command: str) -> str:
     )
 
 
+def with_letters(page: Path) -> str:
+    """The text of a page, with its first table of letters as it should be."""
+    lines = "".join(LETTERS[page].format(**each) for each in _core.documented_algorithms())
+    found = re.search(r"(?m)(^\| `[a-z]` .*\n)+", text := page.read_text())
+    assert found, page
+    return text.replace(found[0], lines)
+
+
 def main() -> None:
-    """Replaces each block by what its command prints."""
+    """Replaces the tables of letters, and each block by what its command prints."""
+    for page in LETTERS:
+        page.write_text(with_letters(page))
     text = PAGE.read_text() + "\n"
     for command, block in blocks(text):
         text = text.replace(block, shown(command))

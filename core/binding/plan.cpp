@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -93,7 +94,7 @@ void bind_steps(py::module_& module) {
       .def_property_readonly("end", [](const Group& group) { return group.range.end; });
   py::class_<Step>(module, "Step", "What all groups of a dimension do at the same time.")
       .def_property_readonly("phase", [](const Step& step) { return phase_name(step.phase); })
-      .def_property_readonly("algorithm", [](const Step& step) { return algorithm_name(step.algorithm); })
+      .def_property_readonly("algorithm", [](const Step& step) { return traits_of(step.algorithm).name; })
       .def_readonly("dimension", &Step::dimension)
       .def_readonly("groups", &Step::groups)
       .def_property_readonly("hops", &hop_count)
@@ -138,9 +139,6 @@ void bind_plans(py::module_& module) {
           },
           "Of the dimensions, from the inside out.")
       .def_property_readonly("count", &Plan::count)
-      .def_property_readonly("adds", [](const Plan& plan) { return adds(plan.collective()); })
-      .def_property_readonly("collective",
-                             [](const Plan& plan) { return collective_name(plan.collective()); })
       .def_property_readonly("order", [](const Plan& plan) { return order_name(plan.order()); })
       .def_property_readonly("element_bytes", &Plan::element_bytes)
       .def_property_readonly("partial_bytes", &Plan::partial_bytes)
@@ -210,7 +208,38 @@ void bind_costs(py::module_& module) {
   module.def(
       "check_tuning", [](const std::string& text) { Tuning::parse(text); }, py::arg("text"),
       "Raises UsageError with the number of the line that is wrong.");
-  module.def("algorithm_letters", &algorithm_letters, "What the letters of a mode mean.");
+  module.def(
+      "collective_names",
+      [] {
+        std::vector<std::string> names;
+        for (const Collective each : kAllCollectives) names.emplace_back(collective_name(each));
+        return names;
+      },
+      "The collectives that have a table of algorithms.");
+  module.def(
+      "has_plans", [](const std::string& collective) { return has_plans(parse_collective(collective)); },
+      py::arg("collective"), "Whether plans are among its algorithms.");
+  module.def(
+      "adds", [](const std::string& collective) { return adds(parse_collective(collective)); },
+      py::arg("collective"), "Whether a collective adds anything.");
+  module.def("algorithm_letters", [] { return algorithm_letters(); }, "What the letters of a mode mean.");
+  module.def(
+      "documented_algorithms",
+      [] {
+        std::vector<std::map<std::string, std::string>> found;
+        for (const Algorithm algorithm : kAllAlgorithms) {
+          const AlgorithmTraits& traits = traits_of(algorithm);
+          found.push_back({{"letter", std::string(1, traits.letter)},
+                           {"name", traits.name},
+                           {"description", traits.description},
+                           {"hops", traits.hops_text},
+                           {"bytes", traits.bytes_text},
+                           {"good_for", traits.good_for},
+                           {"canonical", traits.by_chunk == ByChunk::kOrder ? "no" : "yes"}});
+        }
+        return found;
+      },
+      "What the documentation says of each algorithm of a mode.");
   module.def(
       "dtype_size", [](const std::string& name) { return dtype_size(parse_dtype(name)); }, py::arg("dtype"),
       "Bytes of an element of a type by its name.");

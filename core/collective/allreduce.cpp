@@ -31,7 +31,7 @@ CrossingAlgorithm algorithm_of(Exchange& exchange, const Descriptor& descriptor)
   const bool rounded = is_rounded(descriptor.key.comm_dtype);
   const Order order = descriptor.key.order;
   // Chains would round other sums of each chunk.
-  if (rounded && order != Order::kAny && !transport.fully_linked()) return {.staged = true};
+  if (rounded && order != Order::kAny && !transport.fully_linked()) return {CrossingAlgorithm::Kind::kRounds};
   return exchange.plans().algorithm(transport, Collective::kAllreduce, descriptor.bytes, order, rounded);
 }
 
@@ -85,7 +85,7 @@ void reduce_alone(const Operation& operation) {
 /// One operation, or several of the same reduction; `descriptor` is that of all together.
 void reduce_together(Exchange& exchange, const OperationCall& call, const Descriptor& descriptor,
                      std::span<Operation* const> operations) {
-  if (const CrossingAlgorithm algorithm = algorithm_of(exchange, descriptor); !algorithm.staged) {
+  if (const CrossingAlgorithm algorithm = algorithm_of(exchange, descriptor); algorithm.is_plan()) {
     Descriptor matched = descriptor;
     matched.key.algorithm = hash_of(algorithm);
     exchange.match(call, matched);

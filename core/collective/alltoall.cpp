@@ -26,6 +26,7 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     outgoing[rank] = {next, operation.splits[rank] * row_bytes};
     next += outgoing[rank].bytes;
   }
+  operation.descriptor.key.algorithm = exchange.plans().rules_hash(Collective::kAlltoall);
   exchange.match(call, operation.descriptor, [&] {
     std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);
     exchange.staged(table_bytes);
@@ -50,7 +51,9 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
   }
   const std::vector<StagedCopy::Incoming> incoming = join_rows(exchange, call, operation, to_me, row_bytes);
   if (longest * row_bytes == 0) return;
-  if (worth_messages(transport, longest * row_bytes * size, longest * row_bytes))
+  const CrossingAlgorithm& algorithm =
+      exchange.plans().algorithm(transport, Collective::kAlltoall, longest * row_bytes * size, Order::kAny);
+  if (!algorithm.is_rounds())
     return ClusterCopy(exchange, call, outgoing, incoming).run(longest_here * row_bytes);
   StagedCopy copy(exchange, call, outgoing, longest * row_bytes);
   exchange.next(call, [&] { copy.stage_first(); });

@@ -23,7 +23,7 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
   const CrossingAlgorithm& algorithm =
       exchange.plans().algorithm(exchange.transport(), Collective::kBroadcast, bytes, Order::kAny);
   operation.descriptor.key.algorithm = hash_of(algorithm);
-  if (!algorithm.staged) {
+  if (algorithm.is_plan()) {
     exchange.match(call, operation.descriptor);
     std::vector<Piece> blocks(static_cast<std::size_t>(exchange.size()));
     blocks[static_cast<std::size_t>(root)] = {operation.input, is_root ? nullptr : operation.output, bytes};

@@ -49,7 +49,8 @@ struct MatchKey {
   CommDtype comm_dtype = CommDtype::kDefault;  ///< never the default in an allreduce of float32
   Order order = Order::kDefault;               ///< never the default in what reduces
   std::uint8_t unused = 0;
-  /// Of how it crosses hosts (hash_of in plan/crossing_algorithm.h); 0: by rounds.
+  /// How it crosses hosts: a hash of the algorithm (0: rounds), or where that is not known yet, of what
+  /// decides on it (PlanCache::rules_hash).
   std::uint16_t algorithm = 0;
 };
 static_assert(sizeof(MatchKey) == 56, "compared as bytes: no padding");

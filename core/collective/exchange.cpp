@@ -90,6 +90,18 @@ void Exchange::require_match(const OperationCall& call) const {
   throw ChoiceMismatch{least, alike};
 }
 
+/// Whether the ranks asked for the same, of which shapes may differ, and would run it differently.
+bool Exchange::differ_in_algorithm_alone() const {
+  const auto key = [this](int peer) {
+    MatchKey key = descriptor(peer).key;
+    key.algorithm = 0;
+    return key;
+  };
+  for (int peer = 1; peer < size(); ++peer)
+    if (!same_key(key(peer), key(0))) return false;
+  return !all_match();
+}
+
 void Exchange::throw_mismatch(const OperationCall& call) const {
   std::map<std::string, std::vector<int>> asked;
   for (int peer = 0; peer < size(); ++peer) asked[describe_request(descriptor(peer))].push_back(peer);
@@ -99,16 +111,18 @@ void Exchange::throw_mismatch(const OperationCall& call) const {
     text += (first ? "" : "; ") + names_of(ranks) + " asked for " + what;
     first = false;
   }
-  const auto algorithm = [this](int peer) { return descriptor(peer).key.algorithm; };
-  bool is_alike = true;
-  for (int peer = 1; peer < size(); ++peer) is_alike = is_alike && algorithm(peer) == algorithm(0);
-  if (asked.size() == 1)
-    text += is_alike ? " (names alike at the start, but different in all their length)"
-                     : ", by different algorithms: all ranks need the same tuning, mode and settings";
-  text +=
-      ". Every rank has to issue the same operations in the same order; look for a branch, a shape or a "
-      "loop length that depends on the rank. (raised on " +
-      where(call) + ")";
+  if (differ_in_algorithm_alone()) {
+    text = "the ranks of communicator '" + communicator_ + "' would run " +
+           describe_request(call.descriptor) +
+           " by different algorithms. All ranks need the same tuning, mode and settings: compare "
+           "MULTIRING_TUNING, MULTIRING_MODE and MULTIRING_STAGING_BYTES";
+  } else {
+    if (asked.size() == 1) text += " (names alike at the start, but different in all their length)";
+    text +=
+        ". Every rank has to issue the same operations in the same order; look for a branch, a shape or a "
+        "loop length that depends on the rank";
+  }
+  text += ". (raised on " + where(call) + ")";
   ErrorContext about = context(call, -1);
   note_odd_rank(about, rank(), size(),
                 [this](int a, int b) { return same_request(descriptor(a), descriptor(b)); });

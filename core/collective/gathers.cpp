@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <set>
 
 #include "collective/cluster/cluster_copy.h"
 #include "collective/cluster/plan_run.h"
@@ -44,7 +43,7 @@ std::vector<std::uint64_t> rows_of_all(const Exchange& exchange) {
   return rows;
 }
 
-/// A large gather across hosts: messages go to the root's host only.
+/// Messages go to the root's host only.
 void gather_by_messages(Exchange& exchange, const OperationCall& call, const Operation& operation,
                         const std::vector<StagedCopy::Incoming>& incoming, std::size_t longest) {
   const Transport& transport = exchange.transport();
@@ -69,59 +68,81 @@ Pieces pieces_of(const Exchange& exchange, const Operation& operation) {
   return pieces;
 }
 
+/// What both gathers do. Ranks whose own piece would go in rounds stage it in the first round; where the
+/// longest piece goes in rounds and others have not staged theirs, all do in another one.
+class Gathering {
+ public:
+  Gathering(Exchange& exchange, const OperationCall& call, Operation& operation, Collective collective)
+      : exchange_(exchange),
+        call_(call),
+        operation_(operation),
+        collective_(collective),
+        has_array_(traits_of(operation.descriptor).has_array),
+        outgoing_{{operation.input, operation.descriptor.bytes}},
+        copy_(exchange, call, outgoing_, operation.descriptor.bytes) {}
+
+  /// The longest piece decides on the algorithm, which is not known yet: that of this piece may differ.
+  void match() {
+    operation_.descriptor.key.algorithm = exchange_.plans().rules_hash(collective_);
+    exchange_.match(call_, operation_.descriptor, [&] {
+      if (algorithm(operation_.descriptor.bytes).is_rounds()) copy_.stage_first();
+    });
+    pieces_ = pieces_of(exchange_, operation_);
+  }
+
+  const Pieces& pieces() const { return pieces_; }
+  const CrossingAlgorithm& algorithm() { return algorithm(pieces_.longest); }
+
+  void run_in_rounds(std::span<const StagedCopy::Incoming> incoming) {
+    copy_.set_longest(pieces_.longest);
+    const bool all_have_staged = std::ranges::all_of(pieces_.rows, [&](std::uint64_t rows) {
+      const std::size_t piece = rows * pieces_.row_bytes;
+      return piece == pieces_.longest || algorithm(piece).is_rounds();
+    });
+    if (!all_have_staged) exchange_.next(call_, [&] { copy_.stage_first(); });
+    copy_.run(incoming);
+  }
+
+ private:
+  const CrossingAlgorithm& algorithm(std::size_t piece) {
+    return exchange_.plans().algorithm(exchange_.transport(), collective_, has_array_ ? piece : 0,
+                                       Order::kAny);
+  }
+
+  Exchange& exchange_;
+  const OperationCall& call_;
+  Operation& operation_;
+  const Collective collective_;
+  const bool has_array_;
+  const StagedCopy::Outgoing outgoing_[1];
+  StagedCopy copy_;
+  Pieces pieces_;
+};
+
 }  // namespace
 
-/// Every rank stages its piece, or sends it by a plan, and takes all pieces.
 void allgather(Exchange& exchange, const OperationCall& call, Operation& operation) {
-  const bool has_array = traits_of(operation.descriptor).has_array;
-  const auto algorithm = [&](std::size_t piece) -> const CrossingAlgorithm& {
-    return exchange.plans().algorithm(exchange.transport(), Collective::kAllgather, has_array ? piece : 0,
-                                      Order::kAny);
-  };
-  operation.descriptor.key.algorithm = exchange.plans().allgather_rules();
-  // The longest piece decides, which is not known yet: that of this piece may differ.
-  const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
-  StagedCopy copy(exchange, call, outgoing, operation.descriptor.bytes);
-  exchange.match(call, operation.descriptor, [&] {
-    if (algorithm(operation.descriptor.bytes).staged) copy.stage_first();
-  });
-  const Pieces pieces = pieces_of(exchange, operation);
+  Gathering gathering(exchange, call, operation, Collective::kAllgather);
+  gathering.match();
   const std::vector<StagedCopy::Incoming> incoming =
-      join_rows(exchange, call, operation, pieces.rows, pieces.row_bytes);
-  if (const CrossingAlgorithm& chosen = algorithm(pieces.longest); !chosen.staged) {
-    std::vector<Piece> blocks;
-    for (const StagedCopy::Incoming& piece : incoming) blocks.push_back({nullptr, piece.data, piece.bytes});
-    blocks[static_cast<std::size_t>(exchange.rank())].input = operation.input;
-    return run_blocks(exchange, call, operation, Collective::kAllgather, blocks, chosen);
-  }
-  copy.set_longest(pieces.longest);
-  const bool all_have_staged = std::ranges::all_of(pieces.rows, [&](std::uint64_t rows) {
-    const std::size_t piece = rows * pieces.row_bytes;
-    return piece == pieces.longest || algorithm(piece).staged;
-  });
-  if (!all_have_staged) exchange.next(call, [&] { copy.stage_first(); });
-  copy.run(incoming);
+      join_rows(exchange, call, operation, gathering.pieces().rows, gathering.pieces().row_bytes);
+  const CrossingAlgorithm& algorithm = gathering.algorithm();
+  if (algorithm.is_rounds()) return gathering.run_in_rounds(incoming);
+  std::vector<Piece> blocks;
+  for (const StagedCopy::Incoming& piece : incoming) blocks.push_back({nullptr, piece.data, piece.bytes});
+  blocks[static_cast<std::size_t>(exchange.rank())].input = operation.input;
+  run_blocks(exchange, call, operation, Collective::kAllgather, blocks, algorithm);
 }
 
-/// The same, but only the root takes all pieces.
 void gather(Exchange& exchange, const OperationCall& call, Operation& operation) {
-  const auto by_messages = [&](std::size_t piece) {
-    return worth_messages(exchange.transport(), piece, piece);
-  };
-  const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
-  StagedCopy copy(exchange, call, outgoing, operation.descriptor.bytes);
-  exchange.match(call, operation.descriptor, [&] {
-    // All pieces are sent by messages if this one is: the longest decides.
-    if (!by_messages(operation.descriptor.bytes)) copy.stage_first();
-  });
-  const Pieces pieces = pieces_of(exchange, operation);
-  std::vector<StagedCopy::Incoming> incoming(pieces.rows.size());
+  Gathering gathering(exchange, call, operation, Collective::kGather);
+  gathering.match();
+  const auto& [rows, row_bytes, longest] = gathering.pieces();
+  std::vector<StagedCopy::Incoming> incoming(rows.size());
   if (exchange.rank() == operation.descriptor.key.root)
-    incoming = join_rows(exchange, call, operation, pieces.rows, pieces.row_bytes);
-  if (by_messages(pieces.longest))
-    return gather_by_messages(exchange, call, operation, incoming, pieces.longest);
-  copy.set_longest(pieces.longest);
-  copy.run(incoming);
+    incoming = join_rows(exchange, call, operation, rows, row_bytes);
+  if (gathering.algorithm().is_rounds()) return gathering.run_in_rounds(incoming);
+  gather_by_messages(exchange, call, operation, incoming, longest);
 }
 
 }  // namespace multiring

@@ -60,7 +60,8 @@ void reduce_whole(Exchange& exchange, const OperationCall& call, const Operation
 void reduce_across_hosts(Exchange& exchange, const OperationCall& call, const Operation& operation,
                          const std::vector<Range>& blocks, const CrossingAlgorithm& algorithm) {
   const auto self = static_cast<std::size_t>(exchange.rank());
-  if (algorithm.whole) return reduce_whole(exchange, call, operation, blocks[self], algorithm);
+  if (algorithm.kind == CrossingAlgorithm::Kind::kAllreducePlan)
+    return reduce_whole(exchange, call, operation, blocks[self], algorithm);
   std::vector<Piece> pieces;
   for (const Range& block : blocks) pieces.push_back({operation.input + block.begin, nullptr, block.size()});
   pieces[self].output = operation.output;
@@ -90,11 +91,11 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
       exchange.transport(), Collective::kReduceScatter, descriptor.bytes, descriptor.key.order);
   operation.descriptor.key.algorithm = hash_of(algorithm);
   exchange.match(call, descriptor, [&] {
-    if (algorithm.staged && !(may_be_direct && descriptor.input_region != 0)) staged.stage_first();
+    if (algorithm.is_rounds() && !(may_be_direct && descriptor.input_region != 0)) staged.stage_first();
   });
   for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
     if (exchange.descriptor(rank).rows != descriptor.rows) exchange.throw_mismatch(call);
-  if (!algorithm.staged) return reduce_across_hosts(exchange, call, operation, blocks, algorithm);
+  if (algorithm.is_plan()) return reduce_across_hosts(exchange, call, operation, blocks, algorithm);
   std::vector<const void*> inputs(size);
   if (may_be_direct && all_symmetric(exchange)) {
     for (int rank = 0; rank < exchange.size(); ++rank)

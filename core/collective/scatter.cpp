@@ -21,10 +21,15 @@ void scatter(Exchange& exchange, const OperationCall& call, Operation& operation
       outgoing[rank] = {operation.input + block.begin * row_bytes, block.size() * row_bytes};
     }
   }
+  const auto in_rounds = [&](std::size_t bytes) {
+    return exchange.plans()
+        .algorithm(exchange.transport(), Collective::kScatter, bytes, Order::kAny)
+        .is_rounds();
+  };
+  operation.descriptor.key.algorithm = exchange.plans().rules_hash(Collective::kScatter);
   StagedCopy copy(exchange, call, outgoing, outgoing[0].bytes);  // block 0 is the longest
   exchange.match(call, operation.descriptor, [&] {
-    if (!worth_messages(exchange.transport(), operation.descriptor.bytes, operation.descriptor.bytes / size))
-      copy.stage_first();
+    if (in_rounds(operation.descriptor.bytes)) copy.stage_first();
   });
 
   const Descriptor sent = exchange.descriptor(root);
@@ -41,7 +46,7 @@ void scatter(Exchange& exchange, const OperationCall& call, Operation& operation
   std::vector<StagedCopy::Incoming> incoming(size);
   incoming[static_cast<std::size_t>(root)] = {operation.output, rows * row_bytes};
   const std::size_t longest = block_range(sent.rows, size, 0).size() * row_bytes;  // block 0 is it
-  if (!worth_messages(exchange.transport(), sent.bytes, sent.bytes / size)) {
+  if (in_rounds(sent.bytes)) {
     copy.set_longest(longest);
     return copy.run(incoming);
   }

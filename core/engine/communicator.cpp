@@ -60,12 +60,12 @@ void Communicator::warn_of_rings() const {
   const bool is_world = name() == CommunicatorOptions().name;  // the others have its settings
   if (options_.order == Order::kAny || rank() != 0 || !options_.warn || options_.mode.empty() || !is_world)
     return;
-  if (std::ranges::any_of(parse_algorithm(options_.mode).mode, needs_any_order))
-    options_.warn(
-        "mode " + options_.mode +
-        " has a ring, which adds in another order than the canonical one: only allreduces that allow "
-        "any order use it, and the others a pairwise exchange or a chain in its place. "
-        "MULTIRING_ORDER=any allows all to");
+  const Mode mode = parse_algorithm(options_.mode).mode;
+  if (const auto found = std::ranges::find_if(mode, needs_any_order); found != mode.end())
+    options_.warn("mode " + options_.mode + " has a " + traits_of(*found->algorithm).name +
+                  ", which adds in another order than the canonical one: only allreduces that allow "
+                  "any order use it, and the others a pairwise exchange or a chain in its place. "
+                  "MULTIRING_ORDER=any allows all to");
 }
 
 std::string Communicator::wait_on_this_rank(int world_rank) const {

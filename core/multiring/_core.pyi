@@ -38,6 +38,7 @@ __all__: list[str] = [
     "Work",
     "WorldOptions",
     "address_of",
+    "adds",
     "after_fork",
     "algorithm_letters",
     "algorithm_table",
@@ -45,11 +46,14 @@ __all__: list[str] = [
     "check_tuning",
     "checksum",
     "choose_plan",
+    "collective_names",
     "connect",
     "copy_from_device",
     "copy_streaming",
     "copy_to_device",
+    "documented_algorithms",
     "dtype_size",
+    "has_plans",
     "interface_addresses",
     "keep_times",
     "mpi_library",
@@ -467,11 +471,7 @@ class Plan:
         Traffic of all interfaces and of all ranks in one step, or in all of them.
         """
     @property
-    def adds(self) -> bool: ...
-    @property
     def channels(self) -> list[Channel]: ...
-    @property
-    def collective(self) -> str: ...
     @property
     def count(self) -> int: ...
     @property
@@ -824,6 +824,11 @@ def address_of(array: numpy.ndarray) -> int:
     Address of the first element.
     """
 
+def adds(collective: str) -> bool:
+    """
+    Whether a collective adds anything.
+    """
+
 def after_fork() -> None:
     """
     To be called after it, in parent and child.
@@ -868,6 +873,11 @@ def choose_plan(cluster: Cluster, request: PlanRequest, model: CostModel) -> Pla
     The plan with the lowest predicted time.
     """
 
+def collective_names() -> list[str]:
+    """
+    The collectives that have a table of algorithms.
+    """
+
 def connect(store: typing.Any, options: WorldOptions) -> Communicator:
     """
     Joins the ranks through shared memory, and through TCP between hosts, and returns the world. Collective.
@@ -902,9 +912,19 @@ def copy_to_device(
     Writes bytes to memory of a device, after the work that the stream has now.
     """
 
+def documented_algorithms() -> list[dict[str, str]]:
+    """
+    What the documentation says of each algorithm of a mode.
+    """
+
 def dtype_size(dtype: str) -> int:
     """
     Bytes of an element of a type by its name.
+    """
+
+def has_plans(collective: str) -> bool:
+    """
+    Whether plans are among its algorithms.
     """
 
 def interface_addresses(interfaces: collections.abc.Sequence[str]) -> list[tuple[str, str, int]]:

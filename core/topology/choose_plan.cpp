@@ -2,6 +2,7 @@
 // with all, each with its best segment.
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -16,17 +17,25 @@ namespace {
 constexpr std::size_t kMinSegmentBytes = 4 * 1024;
 constexpr std::size_t kMaxSegmentBytes = 16 * 1024 * 1024;
 
-/// The algorithms that are tried where none is forced, the simplest first. A ring sends what the pairwise
-/// exchange sends in more hops, but to one neighbour only; it pays among many hosts. A chain sends more; it
-/// is for neighbours.
+/// The algorithms that are tried where none is forced, the simplest first.
 std::vector<Algorithm> candidates_for(bool across_hosts, bool last, const PlanOptions& options,
                                       bool fully_linked) {
-  std::vector<Algorithm> found{Algorithm::kPairwise};
-  const bool has_blocks = options.collective != Collective::kAllreduce;  // which others do not keep apart
-  if (!has_blocks) found.push_back(Algorithm::kTree);
-  if (!has_blocks && last) found.push_back(Algorithm::kDoubling);
-  if (across_hosts && options.order == Order::kAny) found.push_back(Algorithm::kRing);
-  if (across_hosts && !fully_linked) found.push_back(Algorithm::kChain);
+  const bool has_blocks = options.collective != Collective::kAllreduce;
+  const auto is_compared = [&](Algorithm algorithm) {
+    const AlgorithmTraits& traits = traits_of(algorithm);
+    if (has_blocks && !across_hosts) return algorithm == Algorithm::kPairwise;
+    if (has_blocks && traits.reducing_phase != Phase::kReduceScatter) return false;
+    if (!last && traits.reducing_phase == Phase::kAllreduce) return false;
+    if (options.order != Order::kAny && traits.by_chunk == ByChunk::kOrder) return false;
+    // What one rank has passes along a line as quickly as round a ring in two halves, in half of the
+    // messages.
+    const bool is_line = !fully_linked || options.collective == Collective::kBroadcast;
+    if (traits.candidate == Candidate::kAmongNeighbours) return across_hosts && is_line;
+    return across_hosts || traits.candidate == Candidate::kEverywhere;
+  };
+  std::vector<Algorithm> found;
+  std::ranges::copy_if(kAllAlgorithms, std::back_inserter(found), is_compared);
+  std::ranges::stable_sort(found, {}, [](Algorithm algorithm) { return traits_of(algorithm).complexity; });
   return found;
 }
 

@@ -119,6 +119,23 @@ double predict(const Plan& plan, const CostModel& model) {
   return predict_steps(plan, model).seconds(plan.segments());
 }
 
+double crossing_latency(const Cluster& cluster, const CostModel& model) {
+  double latency = 0.0;
+  for (const LinkCost& link : model.dimensions) latency = std::max(latency, link.latency);
+  if (!model.dimensions.empty()) return latency;
+  for (const Interface& interface : cluster.hosts[0].interfaces)
+    latency = std::max(latency, interface.latency);
+  return latency;
+}
+
+double crossing_speed(const Host& host, const CostModel& model) {
+  if (!model.dimensions.empty())
+    return std::ranges::min(model.dimensions, {}, &LinkCost::bytes_per_second).bytes_per_second;
+  double speed = 0.0;
+  for (const Interface& interface : host.interfaces) speed += interface.bytes_per_second;
+  return speed;
+}
+
 namespace {
 
 /// What all ranks of a host at least read and write together, where the array has so many bytes.
@@ -133,6 +150,9 @@ double least_memory_bytes(const Plan& plan, std::size_t ranks, double bytes) {
     case Collective::kBroadcast:
       return (here - 1.0) * bytes;  // the root may be here
     case Collective::kAllreduce:
+    case Collective::kGather:  // and the others without a plan
+    case Collective::kScatter:
+    case Collective::kAlltoall:
       break;
   }
   return 2.0 * here * bytes;

@@ -63,6 +63,10 @@ MULTIRING_API PlanCost predict_steps(const Plan& plan, const CostModel& model);
 /// Predicted seconds of a plan with its segments.
 MULTIRING_API double predict(const Plan& plan, const CostModel& model);
 
+/// Seconds, and bytes per second of a host, for what crosses all dimensions: the slowest link decides.
+MULTIRING_API double crossing_latency(const Cluster& cluster, const CostModel& model);
+MULTIRING_API double crossing_speed(const Host& host, const CostModel& model);
+
 /// Seconds that no plan that treats all hosts alike can go below: every host sends and receives
 /// 2 * (hosts - 1) / hosts of the bytes (blocks: half of that), and every rank's elements are read and
 /// written once.

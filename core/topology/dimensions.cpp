@@ -11,15 +11,6 @@
 namespace multiring {
 namespace {
 
-struct Named {
-  char letter;
-  const char* name;
-};
-constexpr Named kAlgorithms[] = {{'p', "pairwise exchange"},  // by the number of the algorithm
-                                 {'r', "ring"},
-                                 {'d', "recursive doubling"},
-                                 {'t', "tree"},
-                                 {'c', "chain"}};
 constexpr int kMaxRanks = 1 << 24;
 
 [[noreturn]] void fail_to_parse(std::string_view text, const std::string& reason) {
@@ -39,10 +30,11 @@ Dimension parse_dimension(std::string_view whole, std::string_view text) {
   if (error != std::errc() || dimension.size < 1)
     fail_to_parse(whole, "'" + std::string(text) + "' does not start with a number of 1 or more");
   if (rest == end) return dimension;
-  const auto* const named = std::ranges::find(kAlgorithms, *rest, &Named::letter);
-  if (named == std::end(kAlgorithms) || rest + 1 != end)
+  const auto letter = [](Algorithm algorithm) { return traits_of(algorithm).letter; };
+  const auto* const found = std::ranges::find(kAllAlgorithms, *rest, letter);
+  if (found == std::end(kAllAlgorithms) || rest + 1 != end)
     fail_to_parse(whole, "'" + std::string(rest, end) + "' is not a letter of an algorithm");
-  dimension.algorithm = static_cast<Algorithm>(named - kAlgorithms);
+  dimension.algorithm = *found;
   return dimension;
 }
 
@@ -59,19 +51,6 @@ bool same_sizes(const Mode& a, const Mode& b) {
 
 }  // namespace
 
-char algorithm_letter(Algorithm algorithm) { return kAlgorithms[static_cast<std::size_t>(algorithm)].letter; }
-
-const char* algorithm_name(Algorithm algorithm) {
-  return kAlgorithms[static_cast<std::size_t>(algorithm)].name;
-}
-
-std::string algorithm_letters() {
-  std::string text;
-  for (const auto& [letter, name] : kAlgorithms)
-    text += (text.empty() ? "" : ", ") + std::string(1, letter) + " " + name;
-  return text;
-}
-
 Mode parse_mode(std::string_view text) {
   Mode mode;
   for (std::size_t begin = 0;;) {
@@ -87,18 +66,22 @@ std::string format_mode(const Mode& mode) {
   for (const Dimension& dimension : mode) {
     if (!text.empty()) text += 'x';
     text += std::to_string(dimension.size);
-    if (dimension.algorithm) text += algorithm_letter(*dimension.algorithm);
+    if (dimension.algorithm) text += traits_of(*dimension.algorithm).letter;
   }
   return text;
+}
+
+bool needs_any_order(const Dimension& dimension) {
+  return dimension.size > 2 && dimension.algorithm &&
+         traits_of(*dimension.algorithm).by_chunk == ByChunk::kOrder;
 }
 
 void require_fit(const Mode& mode, const Cluster& cluster) {
   const std::string name = "mode " + format_mode(mode);
   for (std::size_t index = 0; index + 1 < mode.size(); ++index)
-    if (mode[index].algorithm == Algorithm::kDoubling)
-      throw_usage(
-          name +
-          ": recursive doubling leaves the whole sum on every rank, so only the last dimension has it");
+    if (mode[index].algorithm && traits_of(*mode[index].algorithm).reducing_phase == Phase::kAllreduce)
+      throw_usage(name + ": " + traits_of(*mode[index].algorithm).name +
+                  " leaves the whole sum on every rank, so only the last dimension has it");
   const Mode flat = flat_mode(cluster);
   if (same_sizes(mode, flat) || same_sizes(mode, automatic_mode(cluster))) return;
   if (!cluster.regular())

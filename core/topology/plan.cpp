@@ -34,38 +34,25 @@ Mode resolve(Mode mode, const Cluster& cluster, const PlanOptions& options) {
 /// Blocks cross hosts at once, and the rank that carries one holds all of it.
 void require_blocks(const Mode& mode) {
   const bool fits = mode.size() <= 2 && mode.front().algorithm == Algorithm::kPairwise &&
-                    reducing_phase(*mode.back().algorithm) == Phase::kReduceScatter;
+                    traits_of(*mode.back().algorithm).reducing_phase == Phase::kReduceScatter;
   if (!fits)
     throw_usage("mode " + format_mode(mode) +
-                " is for allreduces: others cross hosts in one dimension, by a pairwise exchange (p), a ring "
-                "(r) or a chain (c), and use the pairwise exchange within hosts");
+                " is for allreduces: others cross hosts in one dimension, by one of " +
+                algorithm_letters(Phase::kReduceScatter) + ", and use the pairwise exchange within hosts");
 }
 
 void require_canonical(const Mode& mode) {
-  for (const Dimension& dimension : mode)
-    if (needs_any_order(dimension))
-      throw Error(ErrorKind::kUsage,
-                  "mode " + format_mode(mode) + ": a ring of " + std::to_string(dimension.size) +
-                      " ranks adds in the order of the ring, not in the canonical one; take the pairwise "
-                      "exchange (p), which sends the same bytes, or allow another order "
-                      "(MULTIRING_ORDER=any, --order any)");
+  for (const Dimension& dimension : mode) {
+    if (!needs_any_order(dimension)) continue;
+    const std::string name = traits_of(*dimension.algorithm).name;
+    throw_usage("mode " + format_mode(mode) + ": a " + name + " of " + std::to_string(dimension.size) +
+                " ranks adds in the order of the " + name +
+                ", not in the canonical one; take the pairwise exchange (p), which sends the same bytes, or "
+                "allow another order (MULTIRING_ORDER=any, --order any)");
+  }
 }
 
 }  // namespace
-
-Phase reducing_phase(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kPairwise:
-    case Algorithm::kRing:
-    case Algorithm::kChain:
-      return Phase::kReduceScatter;
-    case Algorithm::kDoubling:
-      return Phase::kAllreduce;
-    case Algorithm::kTree:
-      break;
-  }
-  return Phase::kReduce;
-}
 
 const char* phase_name(Phase phase) {
   static constexpr const char* kNames[] = {"reduce-scatter", "reduce", "allreduce", "broadcast",
@@ -74,7 +61,8 @@ const char* phase_name(Phase phase) {
 }
 
 namespace {
-constexpr const char* kCollectiveNames[] = {"allreduce", "reduce_scatter", "allgather", "broadcast"};
+constexpr const char* kCollectiveNames[] = {"allreduce", "reduce_scatter", "allgather", "broadcast",
+                                            "gather",    "scatter",        "alltoall"};
 }
 
 const char* collective_name(Collective collective) {
@@ -83,13 +71,15 @@ const char* collective_name(Collective collective) {
 
 Collective parse_collective(std::string_view name) {
   if (const std::optional<Collective> found = find_collective(name)) return *found;
+  std::string names;
+  for (const Collective each : kAllCollectives)
+    names += std::string(names.empty() ? "" : ", ") + collective_name(each);
   throw_usage("collective '" + std::string(name) +
-              "' has no algorithms to choose from; allreduce, reduce_scatter, allgather and broadcast have");
+              "' has no algorithms to choose from; these have: " + names);
 }
 
 std::optional<Collective> find_collective(std::string_view name) {
-  for (const Collective each :
-       {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather, Collective::kBroadcast})
+  for (const Collective each : kAllCollectives)
     if (name == collective_name(each)) return each;
   return std::nullopt;
 }
@@ -99,13 +89,23 @@ PlanOptions collective_options(Collective collective, std::size_t count, int ran
   options.collective = collective;
   options.count = count;
   const auto size = static_cast<std::size_t>(ranks);
-  if (collective == Collective::kAllgather) options.blocks.assign(size, count);
-  if (collective == Collective::kBroadcast) {
-    options.blocks.assign(size, 0);
-    options.blocks.front() = count;
+  switch (collective) {
+    case Collective::kAllreduce:
+      break;
+    case Collective::kAllgather:
+    case Collective::kGather:
+      options.blocks.assign(size, count);
+      break;
+    case Collective::kBroadcast:
+      options.blocks.assign(size, 0);
+      options.blocks.front() = count;
+      break;
+    case Collective::kReduceScatter:
+    case Collective::kScatter:
+    case Collective::kAlltoall:
+      for (std::size_t rank = 0; rank < size; ++rank)
+        options.blocks.push_back(block_range(count, size, rank).size());
   }
-  for (std::size_t rank = 0; rank < size && collective == Collective::kReduceScatter; ++rank)
-    options.blocks.push_back(block_range(count, size, rank).size());
   return options;
 }
 
@@ -117,6 +117,9 @@ std::size_t Step::most_parts() const {
 
 Plan::Plan(Cluster cluster, const PlanOptions& options) : cluster_(std::move(cluster)), options_(options) {
   cluster_.validate();
+  if (!has_plans(options_.collective))
+    throw_usage("there are no plans of " + std::string(collective_name(options_.collective)) +
+                ": it crosses hosts in rounds, or by messages");
   mode_ = options_.mode = resolve(options.mode, cluster_, options_);
   if (options_.collective != Collective::kAllreduce) {
     require_blocks(mode_);
@@ -160,7 +163,7 @@ std::vector<Range> Plan::host_shares(const Host& host) const {
   if (blocks_) return blocks_->shares(host);
   const Group group{host.ranks, {0, options_.count}, -1, 0};
   std::vector<Range> shares(host.ranks.size());
-  if (reducing_phase(*mode_.front().algorithm) == Phase::kReduceScatter)
+  if (traits_of(*mode_.front().algorithm).reducing_phase == Phase::kReduceScatter)
     for (std::size_t local_rank = 0; local_rank < shares.size(); ++local_rank)
       shares[local_rank] = share(group, local_rank);
   else

@@ -22,26 +22,50 @@ namespace multiring {
 // dimension reduces to the first rank of the group instead (reduce) and returns the result by a broadcast.
 //
 // A reduce-scatter is the first half of that, an allgather the second: there each rank has its own block, and
-// all blocks cross in one dimension. A broadcast is an allgather in which the root alone has a block.
+// all blocks cross in one dimension. A broadcast is an allgather in which the root alone has a block. The
+// others have no plan: what a rank receives is for no other.
 
-enum class Collective { kAllreduce, kReduceScatter, kAllgather, kBroadcast };
+enum class Collective {
+  kAllreduce,
+  kReduceScatter,
+  kAllgather,
+  kBroadcast,
+  kGather,
+  kScatter,
+  kAlltoall,
+};
+
+inline constexpr Collective kAllCollectives[] = {
+    Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather, Collective::kBroadcast,
+    Collective::kGather,    Collective::kScatter,       Collective::kAlltoall};
 
 /// Whether it adds anything, so that there is an order of additions.
 constexpr bool adds(Collective collective) {
   return collective == Collective::kAllreduce || collective == Collective::kReduceScatter;
 }
 
-/// "allreduce", "reduce_scatter", "allgather", "broadcast".
+/// Whether there are plans of it.
+constexpr bool has_plans(Collective collective) {
+  switch (collective) {
+    case Collective::kAllreduce:
+    case Collective::kReduceScatter:
+    case Collective::kAllgather:
+    case Collective::kBroadcast:
+      return true;
+    case Collective::kGather:
+    case Collective::kScatter:
+    case Collective::kAlltoall:
+      break;
+  }
+  return false;
+}
+
+/// "allreduce", "reduce_scatter", ...: as the function is called.
 MULTIRING_API const char* collective_name(Collective collective);
 /// None: there is no such name.
 MULTIRING_API std::optional<Collective> find_collective(std::string_view name);
 /// Raises a usage error where there is no such name.
 MULTIRING_API Collective parse_collective(std::string_view name);
-
-enum class Phase { kReduceScatter, kReduce, kAllreduce, kBroadcast, kAllGather };
-
-/// What a dimension's first step with an algorithm is, which says what ranks hold after it.
-MULTIRING_API Phase reducing_phase(Algorithm algorithm);
 
 /// "reduce-scatter", "reduce", "allreduce", "broadcast", "all-gather".
 MULTIRING_API const char* phase_name(Phase phase);
@@ -59,7 +83,7 @@ struct Group {
   Range range;                    ///< of elements
   int channel = -1;               ///< index into Plan::channels(); -1: the memory of a host
   std::size_t first_holding = 0;  ///< member i enters a reducing step with Step::holdings[first_holding + i]
-  bool backward = false;          ///< a ring that goes from each position to the one before
+  bool backward = false;          ///< from each position to the one before, of both directions
   int owner = -1;                 ///< the position that all of `range` belongs to; -1: each has a share
 };
 
@@ -93,14 +117,15 @@ struct PlanOptions {
 };
 
 /// What `count` elements on each of `ranks` mean to a collective: an array, divided as reduce_scatter does;
-/// of an allgather the block of each, of a broadcast that of the root, rank 0.
+/// of a scatter that of the root, rank 0, and of an alltoall that of each, divided likewise; of an allgather
+/// or a gather the block of each, of a broadcast that of the root.
 MULTIRING_API PlanOptions collective_options(Collective collective, std::size_t count, int ranks);
 
 /// Steps of one collective; immutable.
 class MULTIRING_API Plan {
  public:
-  /// Raises a usage error if the cluster is not valid, the mode does not fit it or the collective, or a ring
-  /// of more than two ranks is asked for while the order of additions has to be canonical.
+  /// Raises a usage error if the cluster is not valid, the collective has no plans, the mode does not fit
+  /// them, or a ring of more than two ranks is asked for while the order of additions has to be canonical.
   Plan(Cluster cluster, const PlanOptions& options);
 
   const Cluster& cluster() const { return cluster_; }

@@ -31,14 +31,15 @@ std::size_t PlanBuilder::largest_chunk() const {
 void PlanBuilder::reduce_within_hosts() {
   const std::vector<Host>& hosts = plan_.cluster().hosts;
   const Algorithm algorithm = *plan_.mode().front().algorithm;
-  Step step{reducing_phase(algorithm), 0, algorithm, {}, {}};
+  const Phase phase = traits_of(algorithm).reducing_phase;
+  Step step{phase, 0, algorithm, {}, {}};
   for (const Host& host : hosts) {
     if (host.ranks.size() > 1)
       step.groups.push_back({host.ranks, {0, plan_.count()}, -1, step.holdings.size()});
     for (const int rank : host.ranks) step.holdings.push_back(plan_.holding({rank}));
   }
   if (!step.groups.empty()) steps_.push_back(std::move(step));
-  if (reducing_phase(algorithm) == Phase::kReduceScatter) {
+  if (phase == Phase::kReduceScatter) {
     cells_ = shared_cells();
     return;
   }
@@ -114,15 +115,16 @@ void PlanBuilder::reduce_across(int dimension) {
   const auto& [size, algorithm] = plan_.mode()[static_cast<std::size_t>(dimension)];
   if (size == 1) return;
   const auto group_size = static_cast<std::size_t>(size);
-  if (*algorithm == Algorithm::kRing && size > 2) divide_into_directions();
-  Step step{reducing_phase(*algorithm), dimension, *algorithm, {}, block_holdings(hosts_in_block_)};
+  const AlgorithmTraits& traits = traits_of(*algorithm);
+  if (traits.both_directions && size > 2) divide_into_directions();
+  Step step{traits.reducing_phase, dimension, *algorithm, {}, block_holdings(hosts_in_block_)};
   for (const Cell& cell : cells_) add_groups(step, cell, group_size);
   steps_.push_back(std::move(step));
   if (plan_.blocks()) return;  // all is where it belongs
   hosts_in_block_ *= group_size;
   std::vector<Cell> cells;
   for (const Cell& cell : cells_) {
-    if (reducing_phase(*algorithm) == Phase::kReduceScatter) {
+    if (traits.reducing_phase == Phase::kReduceScatter) {
       for (Cell& part : divide(cell, group_size)) cells.push_back(std::move(part));
     } else {
       Cell first{cell.range, cell.channel, {}};

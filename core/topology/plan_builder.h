@@ -22,7 +22,7 @@ class PlanBuilder {
     Range range;
     int channel = -1;
     std::vector<int> owners;
-    bool backward = false;  ///< the direction of its ring, if the next step is one
+    bool backward = false;  ///< its direction, if the next step has both
     int owner = -1;         ///< index into `owners` of the rank whose block it is; -1: of no rank
   };
 

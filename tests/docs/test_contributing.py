@@ -1,4 +1,5 @@
-"""CONTRIBUTING.md's list for a new collective is complete: one is added to a copy of the tree and runs."""
+"""CONTRIBUTING.md is right about what a new collective and a new algorithm take: both are added to a copy of
+the tree, and run."""
 
 from __future__ import annotations
 
@@ -49,6 +50,8 @@ METHOD = '''    def rotate(self, x: Array, timeout: float | None = None) -> Arra
         return self._run(operation, set_arrays(operation, x, None), timeout)
 
 '''
+ALGORITHMS = "core/topology/algorithms"
+LIST = f"{ALGORITHMS}/algorithms.inc"
 # By file: what an edit stands in front of, and what it adds. All files without which it does not run.
 EDITS = {
     "core/collective/descriptor.h": ("  kCount,", "  kRotate,\n"),
@@ -56,6 +59,14 @@ EDITS = {
     "core/collective/collectives.h": ("MULTIRING_API void barrier(", DECLARATION),
     "core/base/protocol.h": ("inline constexpr std::uint32_t kProtocol", "// rotate\n"),
     "core/multiring/collectives.py": ("    # Shared by the collectives.", METHOD),
+    LIST: ("#undef MULTIRING_ALGORITHM", "MULTIRING_ALGORITHM(Copied)\n"),
+}
+# What of the file of another one becomes its own.
+COPIED = {
+    "kPairwiseTraits": "kCopiedTraits",
+    "pairwise_transfers": "copied_transfers",
+    "pairwise exchange": "copied exchange",
+    "'p'": "'q'",
 }
 PROGRAM = """
 import numpy as np, multiring
@@ -67,6 +78,15 @@ try:
     comm.rotate(np.zeros(1 + comm.rank))
 except multiring.MismatchError as error:
     print("mismatch", error.operation)
+"""
+SUMS = """
+import numpy as np, multiring
+from tests.support import pretend_places
+pretend_places(range(4))
+comm = multiring.init()
+for count in (1, 300_001):
+    assert (comm.allreduce(np.full(count, comm.rank, np.float32), op="sum") == 6).all()
+print("summed")
 """
 # The copy is to be found in place of what is installed in editable mode.
 SITE = """
@@ -81,12 +101,23 @@ def run(*command: str, **environ: str) -> str:
     return done.stdout
 
 
-@pytest.mark.full
-def test_a_collective_that_is_added_as_described_runs(tmp_path: Path) -> None:
-    described = (
-        (REPOSITORY / "CONTRIBUTING.md").read_text().partition("*A collective*")[2].partition("\n*A ")[0]
-    )
-    copy, prefix = tmp_path / "copy", tmp_path / "prefix"
+def launched(prefix: Path, program: str, *options: str) -> str:
+    """What ranks print that run a program with the copy."""
+    (prefix / "program.py").write_text(program)
+    command = (sys.executable, "-m", "multiring", "run", *options, sys.executable, str(prefix / "program.py"))
+    return run(*command, PYTHONPATH=f"{prefix}{os.pathsep}{REPOSITORY}")
+
+
+def described(what: str) -> str:
+    """The paragraphs of CONTRIBUTING.md on how to add something."""
+    return (REPOSITORY / "CONTRIBUTING.md").read_text().partition(f"*{what}*")[2].partition("\n*A")[0]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the copy is installed, with a collective and an algorithm that the tree does not have."""
+    folder = tmp_path_factory.mktemp("contributing")
+    copy, prefix = folder / "copy", folder / "prefix"
     for name in ("CMakeLists.txt", "cmake", "core", "adapters/CMakeLists.txt"):
         if (source := REPOSITORY / name).is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -94,31 +125,41 @@ def test_a_collective_that_is_added_as_described_runs(tmp_path: Path) -> None:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, copy / name)
     for name, (before, added) in EDITS.items():
-        assert name in described or Path(name).name in described, f"the list lacks {name}"
         text = (copy / name).read_text()
         assert text.count(before) == 1, (name, before)
         (copy / name).write_text(text.replace(before, added + before))
     (copy / "core/collective/rotate.cpp").write_text(ROTATE)
+    text = (copy / ALGORITHMS / "pairwise.cpp").read_text()
+    for before, after in COPIED.items():
+        assert before in text
+        text = text.replace(before, after)
+    (copy / ALGORITHMS / "copied.cpp").write_text(text)
 
     pybind11 = run(sys.executable, "-m", "pybind11", "--cmakedir").strip()
     options = "-DMULTIRING_BUILD_PYTHON=ON", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0"
     python = f"-DPython_EXECUTABLE={sys.executable}"
-    build = str(tmp_path / "build")
+    build = str(folder / "build")
     run("cmake", "-S", str(copy), "-B", build, "-G", "Ninja", *options, python, f"-Dpybind11_DIR={pybind11}")
     run("cmake", "--build", build, "--target", "_core")
     run("cmake", "--install", build, "--component", "multiring", "--prefix", str(prefix))
     shutil.copytree(copy / "core/multiring", prefix / "multiring", dirs_exist_ok=True)
     (prefix / "sitecustomize.py").write_text(SITE)
-    (tmp_path / "program.py").write_text(PROGRAM)
-    launch = (
-        sys.executable,
-        "-m",
-        "multiring",
-        "run",
-        "-np",
-        "3",
-        sys.executable,
-        str(tmp_path / "program.py"),
-    )
-    out = run(*launch, PYTHONPATH=str(prefix))
-    assert len(re.findall("mismatch rotate", out)) == 3, out
+    return prefix
+
+
+@pytest.mark.full
+def test_a_collective_that_is_added_as_described_runs(prefix: Path) -> None:
+    for name in EDITS.keys() - {LIST}:
+        assert name in described("A collective") or Path(name).name in described("A collective"), name
+    assert len(re.findall("mismatch rotate", launched(prefix, PROGRAM, "-np", "3"))) == 3
+
+
+@pytest.mark.full
+def test_an_algorithm_is_a_file_and_a_line(prefix: Path) -> None:
+    assert ALGORITHMS in described("An algorithm")
+    assert Path(LIST).name in described("An algorithm")
+    assert launched(prefix, SUMS, "-np", "4", "--mode", "1x4q").count("summed") == 4
+    plan = (sys.executable, "-m", "multiring", "plan", "--hosts", "4x2", "--bytes", "1M")
+    assert "copied exchange" in run(*plan, "--mode", "2x4q", PYTHONPATH=str(prefix))
+    for collective in ("allreduce", "reduce_scatter"):
+        assert "2px4q" in run(*plan, "--collective", collective, "--explain", PYTHONPATH=str(prefix))

@@ -4,23 +4,10 @@
 
 #include "base/arithmetic/kernels/copy.h"
 #include "base/cache.h"
-#include "collective/cluster/segments.h"
+#include "collective/cluster/message_segments.h"
 #include "topology/chunks.h"
 
 namespace multiring {
-namespace {
-
-std::size_t slots_of(std::size_t segment) {
-  return std::clamp(segments::kBytesInFlight / segment, segments::kMinInFlight, segments::kMaxInFlight);
-}
-
-}  // namespace
-
-bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t piece) {
-  if (transport.size() == 1 || transport.shares_memory() || !transport.fully_linked()) return false;
-  return bytes > std::min(segments::kMessagesFrom, transport.staging_bytes()) && piece >= segments::kMinPiece;
-}
-
 void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {
   WaitOptions waiting = call.waiting;
   waiting.brief = true;  // all are in the operation
@@ -35,8 +22,8 @@ MessageRing::MessageRing(Exchange& exchange, const OperationCall& call, Hierarch
       hierarchy_(hierarchy),
       segment_(segment),
       waiting_(call.waiting),
-      memory_(exchange.plans().workspace(2 * slots_of(segment) * segment)),
-      slots_(slots_of(segment)) {
+      memory_(exchange.plans().workspace(2 * message_slots(segment) * segment)),
+      slots_(message_slots(segment)) {
   waiting_.brief = true;  // all are in the operation
   for (std::size_t index = 0; index < slots_.size(); ++index)
     slots_[index].memory = memory_->data() + 2 * index * segment;
@@ -112,7 +99,7 @@ void ClusterCopy::run(std::size_t longest) {
   }
   // The division into segments is the same on all ranks.
   MessageRing ring(exchange_, call_, hierarchy_,
-                   std::min(segments::kMaxCopy, exchange_.transport().staging_bytes()));
+                   message_segment_bytes(exchange_.transport().staging_bytes()));
   ring.connect(peers);
   const int size = exchange_.size();
   for (int step = 1; step < size; ++step)

@@ -12,10 +12,6 @@
 
 namespace multiring {
 
-/// Whether messages between hosts pay off for so many bytes, in pieces of up to `piece`. Staging memory goes
-/// to every host, wanted there or not; but a message to each rank takes a connection and time of its own.
-bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t piece);
-
 /// Synchronises the ranks of this host in the middle of an operation. Raises an error where the wait fails.
 void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy);
 

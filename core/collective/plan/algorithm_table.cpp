@@ -1,6 +1,7 @@
 #include "collective/plan/algorithm_table.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -38,11 +39,33 @@ std::size_t element_bytes(const PlanOptions& options) {
   return options.rounded ? sizeof(float) : dtype_size(options.dtype);
 }
 
+std::string no_link(int from, int to) {
+  return "host " + std::to_string(from) + " has no link to host " + std::to_string(to);
+}
+
 PlanOptions as_allreduce(PlanOptions options) {
   options.count = std::accumulate(options.blocks.begin(), options.blocks.end(), std::size_t{0});
   options.blocks.clear();
   options.collective = Collective::kAllreduce;
   return options;
+}
+
+std::size_t longest_piece(const PlanOptions& options) {
+  return options.blocks.empty() ? options.count : *std::ranges::max_element(options.blocks);
+}
+
+/// Into how many sections a rank divides its staging memory in rounds: one for each rank that reads, or one
+/// that all read.
+std::size_t section_count(const PlanOptions& options) {
+  const bool is_for_each = options.collective == Collective::kReduceScatter ||
+                           options.collective == Collective::kScatter ||
+                           options.collective == Collective::kAlltoall;
+  return is_for_each ? options.blocks.size() : 1;
+}
+
+/// What each rank of an alltoall says first: how many rows it has for each.
+std::size_t splits_bytes(const Cluster& cluster) {
+  return static_cast<std::size_t>(cluster.size()) * sizeof(std::uint64_t);
 }
 
 /// Rings always run where nothing is added.
@@ -84,10 +107,13 @@ std::size_t AlgorithmTable::segments_of(const PlanOptions& options, std::size_t 
 AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const {
   PlanOptions options;
   options.count = bytes / sizeof(float);
-  if (algorithm.staged) return round_load(options);
+  if (algorithm.is_rounds()) return round_load(options);
+  if (algorithm.kind != CrossingAlgorithm::Kind::kPlan)
+    throw_usage("an allreduce has no algorithm '" + algorithm_name(algorithm) + "'");
   options.mode = algorithm.mode;
   if (std::ranges::any_of(algorithm.mode, needs_any_order)) options.order = Order::kAny;
   Load load;
+  load.header_bytes = 0;
   load.plan = multiring::load_of(Plan(cluster_, options));
   load.segments = segments_of(options, algorithm.segment);
   return load;
@@ -95,30 +121,49 @@ AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm,
 
 AlgorithmTable::Load AlgorithmTable::round_load(const PlanOptions& options) const {
   const std::size_t element = element_bytes(options);
-  const bool is_scatter = options.collective == Collective::kReduceScatter;
-  const std::size_t longest =
-      element * (options.blocks.empty() ? options.count : *std::ranges::max_element(options.blocks));
-  const Sections sections(staging_bytes_, is_scatter ? options.blocks.size() : 1, longest);
-  if (sections.most() == 0) throw_usage("rounds need staging memory of a cache line for each rank");
+  const std::size_t longest = element * longest_piece(options);
   Load load;
+  load.sections = section_count(options);
+  const Sections sections(staging_bytes_, load.sections, longest);
+  if (sections.most() == 0) throw_usage("rounds need staging memory of a cache line for each rank");
+  if (options.collective == Collective::kAlltoall) load.header_bytes = splits_bytes(cluster_);
   load.segments = std::max<std::size_t>(sections.segments(), 1);
   load.round_bytes = sections.published(0, longest);
   // The last block may be one row shorter than the others.
-  const std::size_t last_block = is_scatter ? element * options.blocks.back() : longest;
+  const std::size_t last_block = load.sections > 1 ? element * options.blocks.back() : longest;
   load.last_round_bytes = sections.published(load.segments - 1, last_block);
-  load.is_broadcast = options.collective == Collective::kBroadcast;
+  load.is_from_root =
+      options.collective == Collective::kBroadcast || options.collective == Collective::kScatter;
+  return load;
+}
+
+/// Whether staging memory has room for a section of each rank.
+bool AlgorithmTable::fits_rounds(const PlanOptions& options) const {
+  return Sections(staging_bytes_, section_count(options), 1).most() > 0;
+}
+
+AlgorithmTable::Load AlgorithmTable::message_load(const PlanOptions& options) const {
+  Load load;
+  load.header_bytes = options.collective == Collective::kAlltoall ? splits_bytes(cluster_) : 0;
+  load.messages.emplace(cluster_, options.collective);
+  load.piece = element_bytes(options) * longest_piece(options);
   return load;
 }
 
 double AlgorithmTable::seconds(const Load& load, const Cluster& cluster, const CostModel& model) const {
-  if (load.plan)
-    return model.call_seconds + round_.seconds(0, cluster, model) +
-           price(*load.plan, cluster, model).seconds(load.segments);
-  const RoundLoad& round = load.is_broadcast ? broadcast_round() : round_;
-  double seconds = model.call_seconds + round.seconds(load.last_round_bytes, cluster, model);
+  double seconds = model.call_seconds;
+  if (load.header_bytes) seconds += round_.seconds(*load.header_bytes, *load.header_bytes, cluster, model);
+  if (load.plan) return seconds + price(*load.plan, cluster, model).seconds(load.segments);
+  if (load.messages) return seconds + load.messages->seconds(load.piece, staging_bytes_, cluster, model);
+  seconds += round_seconds(load, load.last_round_bytes, cluster, model);
   if (load.segments > 1)
-    seconds += static_cast<double>(load.segments - 1) * round.seconds(load.round_bytes, cluster, model);
+    seconds += static_cast<double>(load.segments - 1) * round_seconds(load, load.round_bytes, cluster, model);
   return seconds;
+}
+
+double AlgorithmTable::round_seconds(const Load& load, std::size_t bytes, const Cluster& cluster,
+                                     const CostModel& model) const {
+  return round_of(load).seconds(bytes, bytes / load.sections, cluster, model);
 }
 
 double AlgorithmTable::seconds(const Load& load, const JobCosts& costs) const {
@@ -127,9 +172,10 @@ double AlgorithmTable::seconds(const Load& load, const JobCosts& costs) const {
   return seconds(load, cluster, cost_model(costs));
 }
 
-const RoundLoad& AlgorithmTable::broadcast_round() const {
-  if (!broadcast_round_) broadcast_round_.emplace(cluster_, 0);
-  return *broadcast_round_;
+const RoundLoad& AlgorithmTable::round_of(const Load& load) const {
+  if (!load.is_from_root) return round_;
+  if (!root_round_) root_round_.emplace(cluster_, 0);
+  return *root_round_;
 }
 
 /// What any plan takes: the exchange of headers and one message.
@@ -138,14 +184,22 @@ double AlgorithmTable::least_plan_seconds() const {
   for (const Interface& interface : cluster_.hosts.front().interfaces)
     latency = std::min(latency, interface.latency);
   for (const LinkCost& link : model_.dimensions) latency = std::min(latency, link.latency);
-  return model_.call_seconds + round_.seconds(0, cluster_, model_) + latency;
+  return model_.call_seconds + round_.seconds(0, 0, cluster_, model_) + latency;
 }
 
 AlgorithmTable::Entry AlgorithmTable::rounds(const PlanOptions& options) const {
   Entry entry;
-  entry.algorithm.staged = true;
+  entry.algorithm.kind = CrossingAlgorithm::Kind::kRounds;
   entry.options = options;
   entry.seconds = seconds(round_load(options), cluster_, model_);
+  return entry;
+}
+
+AlgorithmTable::Entry AlgorithmTable::messages(const PlanOptions& options) const {
+  Entry entry;
+  entry.algorithm.kind = CrossingAlgorithm::Kind::kMessages;
+  entry.options = options;
+  entry.seconds = seconds(message_load(options), cluster_, model_);
   return entry;
 }
 
@@ -155,6 +209,7 @@ AlgorithmTable::Entry AlgorithmTable::rounds(const PlanOptions& options) const {
 std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan& plan,
                                                                       const PlanOptions& options) const {
   Load load;
+  load.header_bytes = 0;
   load.plan = multiring::load_of(plan);
   std::vector<Segmented> tried;
   const auto add = [&](std::size_t segment) {
@@ -191,27 +246,30 @@ std::vector<AlgorithmTable::Entry> AlgorithmTable::plans(const PlanOptions& opti
 }
 
 /// A reduce-scatter by the quickest plan of an allreduce.
-std::optional<AlgorithmTable::Entry> AlgorithmTable::whole(const PlanOptions& options) const {
+std::optional<AlgorithmTable::Entry> AlgorithmTable::allreduce_plan(const PlanOptions& options) const {
   std::vector<Entry> compared = plans(as_allreduce(options));
   if (compared.empty()) return std::nullopt;
   Entry entry = simplest_quick(compared);
-  entry.algorithm.whole = true;
+  entry.algorithm.kind = CrossingAlgorithm::Kind::kAllreducePlan;
   return entry;
 }
 
 std::vector<AlgorithmTable::Entry> AlgorithmTable::entries(const PlanOptions& options) const {
   std::vector<Entry> found;
-  if (options.mode.empty()) found.push_back(rounds(options));
+  // Of two that are as quick the one that sends less comes first.
+  if (!has_plans(options.collective) && cluster_.fully_linked()) found.push_back(messages(options));
+  if (options.mode.empty() && (found.empty() || fits_rounds(options))) found.push_back(rounds(options));
+  if (!has_plans(options.collective)) return found;
   for (Entry& entry : plans(options)) found.push_back(std::move(entry));
   if (options.mode.empty() && options.collective == Collective::kReduceScatter)
-    if (std::optional<Entry> entry = whole(options)) found.push_back(*std::move(entry));
+    if (std::optional<Entry> entry = allreduce_plan(options)) found.push_back(*std::move(entry));
   return found;
 }
 
 CrossingAlgorithm AlgorithmTable::quickest(const PlanOptions& wanted) const {
   const PlanOptions options = in_its_order(wanted);
   // Then no plan needs to be counted, which takes long among many ranks.
-  if (options.mode.empty())
+  if (options.mode.empty() && has_plans(options.collective))
     if (const Entry entry = rounds(options); entry.seconds <= least_plan_seconds()) return entry.algorithm;
   const std::vector<Entry> compared = entries(options);
   if (compared.empty()) throw_usage(other_row(options).excluded);
@@ -222,11 +280,17 @@ AlgorithmRow AlgorithmTable::row_of(const Entry& entry) const {
   AlgorithmRow row;
   row.name = algorithm_name(entry.algorithm);
   row.seconds = entry.seconds;
-  if (entry.algorithm.staged) {
-    const Load load = round_load(entry.options);
-    row.hops = load.segments * round_.steps();
-    row.rank_bytes = (load.is_broadcast ? broadcast_round() : round_).rank_parts() *
-                     ((load.segments - 1) * load.round_bytes + load.last_round_bytes);
+  if (!entry.algorithm.is_plan()) {
+    const bool by_messages = !entry.algorithm.is_rounds();
+    const Load load = by_messages ? message_load(entry.options) : round_load(entry.options);
+    if (load.header_bytes) {
+      row.hops = round_.steps();
+      row.rank_bytes = round_.rank_parts() * *load.header_bytes;
+    }
+    row.hops += by_messages ? 1 : load.segments * round_.steps();
+    row.rank_bytes += by_messages ? load.messages->rank_pieces() * load.piece
+                                  : round_of(load).rank_parts() *
+                                        ((load.segments - 1) * load.round_bytes + load.last_round_bytes);
     return row;
   }
   const Plan plan(cluster_, entry.options);
@@ -243,10 +307,10 @@ AlgorithmRow AlgorithmTable::other_row(const PlanOptions& options) const {
   AlgorithmRow row;
   row.name = format_mode(options.mode);
   if (const std::optional<std::pair<int, int>> missing = missing_link(cluster_, options)) {
-    row.excluded =
-        "host " + std::to_string(missing->first) + " has no link to host " + std::to_string(missing->second);
+    row.excluded = no_link(missing->first, missing->second);
   } else if (options.order != Order::kAny && needs_any_order(options.mode.back())) {
-    row.excluded = "adds in the order of the ring (--order any)";
+    row.excluded = std::string("adds in the order of the ") + traits_of(*options.mode.back().algorithm).name +
+                   " (--order any)";
   } else if (const std::optional<Segmented> best = best_segment(Plan(cluster_, options), options); !best) {
     row.excluded = "MULTIRING_STAGING_BYTES is too small for the blocks of so many ranks";
   } else {
@@ -261,6 +325,7 @@ AlgorithmRow AlgorithmTable::other_row(const PlanOptions& options) const {
 
 std::vector<AlgorithmRow> AlgorithmTable::rows(const PlanOptions& wanted) const {
   const PlanOptions options = in_its_order(wanted);
+  if (!has_plans(options.collective) && !options.mode.empty()) Plan(cluster_, options);  // raises
   if (!options.mode.empty()) require_fit(options.mode, cluster_);
   std::vector<AlgorithmRow> rows;
   for (const Entry& entry : entries(options)) rows.push_back(row_of(entry));
@@ -268,10 +333,17 @@ std::vector<AlgorithmRow> AlgorithmTable::rows(const PlanOptions& wanted) const 
   if (rows.empty()) return {other_row(options)};
   simplest_quick(rows).is_chosen = true;
   if (!options.mode.empty()) return rows;
+  if (!has_plans(options.collective)) {
+    if (!cluster_.fully_linked()) {  // messages need a link between every two hosts
+      rows.emplace_back().name = algorithm_name({CrossingAlgorithm::Kind::kMessages});
+      rows.back().excluded = no_link(0, 2);
+    }
+    return rows;
+  }
   for (const Algorithm algorithm : kAllAlgorithms) {
     // Blocks cross in no other way (Plan).
     const bool has_blocks = options.collective != Collective::kAllreduce;
-    if (has_blocks && reducing_phase(algorithm) != Phase::kReduceScatter) continue;
+    if (has_blocks && traits_of(algorithm).reducing_phase != Phase::kReduceScatter) continue;
     PlanOptions tried = options;
     tried.mode = flat_mode(cluster_);
     tried.mode.front().algorithm = Algorithm::kPairwise;

@@ -9,6 +9,7 @@
 #include "base/export.h"
 #include "collective/plan/crossing_algorithm.h"
 #include "collective/plan/job_costs.h"
+#include "collective/plan/message_load.h"
 #include "collective/plan/round_load.h"
 #include "topology/cost_model.h"
 
@@ -16,8 +17,8 @@ namespace multiring {
 
 /// An algorithm of a collective across hosts: a row of `multiring plan --explain`.
 struct AlgorithmRow {
-  /// "rounds" (mirrored exchanges, no plan), the mode of a plan, or "allreduce:" and a mode: the plan of an
-  /// allreduce, of whose result each rank of a reduce-scatter keeps its block.
+  /// "rounds" (mirrored exchanges), "messages" (from rank to rank), the mode of a plan, or "allreduce:" and a
+  /// mode: the plan of an allreduce, of whose result each rank of a reduce-scatter keeps its block.
   std::string name;
   std::string excluded;        ///< why it does not run here; empty: it does
   std::size_t hops = 0;        ///< messages between hosts, each of which waits for the one before
@@ -40,18 +41,22 @@ class MULTIRING_API AlgorithmTable {
 
   /// What an algorithm does, whatever it costs.
   struct Load {
-    std::optional<PlanLoad> plan;  ///< none: rounds
-    std::size_t segments = 1;      ///< of the plan; or how many rounds
-    std::size_t round_bytes = 0;   ///< that a rank publishes in each round but the last
+    std::optional<std::size_t> header_bytes;  ///< that ranks publish in a round before; none: there is none
+    std::optional<PlanLoad> plan;
+    std::optional<MessageLoad> messages;  ///< neither: rounds
+    std::size_t piece = 0;                ///< bytes that a rank has for another at most, by messages
+    std::size_t segments = 1;             ///< of the plan; or how many rounds
+    std::size_t round_bytes = 0;          ///< that a rank publishes in each round but the last
     std::size_t last_round_bytes = 0;
-    bool is_broadcast = false;  ///< rounds in which one rank publishes
+    std::size_t sections = 1;   ///< of what is published a rank takes one
+    bool is_from_root = false;  ///< rounds in which one rank publishes
   };
   /// Of an allreduce of float32.
   Load load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const;
   /// Predicted, at other costs than those of the table.
   double seconds(const Load& load, const JobCosts& costs) const;
 
-  /// All algorithms: rounds, the plans that are compared, then what does not run here.
+  /// All algorithms: rounds, messages or the plans that are compared, then what does not run here.
   std::vector<AlgorithmRow> rows(const PlanOptions& options) const;
 
  private:
@@ -64,15 +69,20 @@ class MULTIRING_API AlgorithmTable {
   std::vector<Entry> entries(const PlanOptions& options) const;
   std::vector<Entry> plans(const PlanOptions& options) const;
   Entry rounds(const PlanOptions& options) const;
-  std::optional<Entry> whole(const PlanOptions& options) const;
+  Entry messages(const PlanOptions& options) const;
+  std::optional<Entry> allreduce_plan(const PlanOptions& options) const;
   Load round_load(const PlanOptions& options) const;
+  bool fits_rounds(const PlanOptions& options) const;
+  Load message_load(const PlanOptions& options) const;
   struct Segmented {
     std::size_t segment = 0;  ///< bytes; 0: as the runtime divides by itself
     double seconds = 0.0;
   };
   std::size_t segments_of(const PlanOptions& options, std::size_t segment) const;
   std::optional<Segmented> best_segment(const Plan& plan, const PlanOptions& options) const;
-  const RoundLoad& broadcast_round() const;
+  const RoundLoad& round_of(const Load& load) const;
+  double round_seconds(const Load& load, std::size_t bytes, const Cluster& cluster,
+                       const CostModel& model) const;
   double least_plan_seconds() const;
   double seconds(const Load& load, const Cluster& cluster, const CostModel& model) const;
   AlgorithmRow row_of(const Entry& entry) const;
@@ -82,7 +92,7 @@ class MULTIRING_API AlgorithmTable {
   CostModel model_;
   std::size_t staging_bytes_;
   RoundLoad round_;
-  mutable std::optional<RoundLoad> broadcast_round_;  // counted when it is needed
+  mutable std::optional<RoundLoad> root_round_;  // counted when it is needed
 };
 
 }  // namespace multiring

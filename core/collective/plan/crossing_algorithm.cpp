@@ -16,8 +16,10 @@ namespace {
 // flight most of the time.
 constexpr std::size_t kMinSegment = 128 * 1024;
 constexpr std::size_t kSegments = 4;
+using Kind = CrossingAlgorithm::Kind;
 constexpr std::string_view kRounds = "rounds";
-constexpr std::string_view kWhole = "allreduce:";
+constexpr std::string_view kMessages = "messages";
+constexpr std::string_view kAllreduceOf = "allreduce:";
 constexpr std::size_t kMaxBytes = std::size_t{1} << 62;
 
 /// At most `most`, about `wanted`, and all of about the same length.
@@ -50,30 +52,54 @@ CrossingAlgorithm parse_algorithm(std::string_view text) {
   const std::size_t slash = std::min(text.find('/'), text.size());
   std::string_view name = text.substr(0, slash);
   CrossingAlgorithm algorithm;
-  algorithm.staged = name == kRounds;
-  algorithm.whole = name.starts_with(kWhole);
-  if (algorithm.whole) name.remove_prefix(kWhole.size());
-  if (!algorithm.staged) {
-    try {
-      algorithm.mode = parse_mode(name);
-    } catch (const Error& error) {
-      throw_usage(std::string(error.what()) + "; the other algorithm is rounds");
-    }
+  if (name == kRounds || name == kMessages) {
+    algorithm.kind = name == kRounds ? Kind::kRounds : Kind::kMessages;
+    if (slash == text.size()) return algorithm;
+    throw_usage("'" + std::string(text) + "' gives " + std::string(name) + " a segment, which have none");
+  }
+  if (name.starts_with(kAllreduceOf)) {
+    algorithm.kind = Kind::kAllreducePlan;
+    name.remove_prefix(kAllreduceOf.size());
+  }
+  try {
+    algorithm.mode = parse_mode(name);
+  } catch (const Error& error) {
+    throw_usage(std::string(error.what()) +
+                "; or rounds, or in a rule for gather, scatter or alltoall messages");
   }
   if (slash == text.size()) return algorithm;
-  if (algorithm.staged) throw_usage("'" + std::string(text) + "' gives rounds a segment, which have none");
   algorithm.segment = parse_bytes(text.substr(slash + 1));
   if (algorithm.segment == 0) throw_usage("'" + std::string(text) + "' has a segment of no bytes");
   return algorithm;
 }
 
+void require_runs(const CrossingAlgorithm& algorithm, Collective collective) {
+  const std::string name = algorithm_name(algorithm);
+  if (algorithm.kind == Kind::kAllreducePlan && collective != Collective::kReduceScatter)
+    throw_usage("'" + name + "' is for reduce_scatter only");
+  if (algorithm.kind == Kind::kMessages && has_plans(collective))
+    throw_usage("'" + name + "' is for gather, scatter and alltoall only, by a rule of MULTIRING_TUNING");
+  if (algorithm.kind == Kind::kPlan && !has_plans(collective))
+    throw_usage(std::string(collective_name(collective)) + " has no plans such as " + name +
+                ": it crosses hosts by rounds or messages");
+}
+
 std::string algorithm_name(const CrossingAlgorithm& algorithm) {
-  if (algorithm.staged) return std::string(kRounds);
-  return (algorithm.whole ? std::string(kWhole) : "") + format_mode(algorithm.mode);
+  switch (algorithm.kind) {
+    case Kind::kRounds:
+      return std::string(kRounds);
+    case Kind::kMessages:
+      return std::string(kMessages);
+    case Kind::kAllreducePlan:
+      return std::string(kAllreduceOf) + format_mode(algorithm.mode);
+    case Kind::kPlan:
+      break;
+  }
+  return format_mode(algorithm.mode);
 }
 
 std::uint16_t hash_of(const CrossingAlgorithm& algorithm) {
-  if (algorithm.staged) return 0;
+  if (algorithm.is_rounds()) return 0;
   std::uint64_t hash = hash_name(algorithm_name(algorithm)) + algorithm.segment;
   hash ^= hash >> 32U;
   return static_cast<std::uint16_t>((hash ^ hash >> 16U) | 1U);

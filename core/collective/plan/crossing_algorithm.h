@@ -10,25 +10,36 @@
 #include "base/export.h"
 #include "topology/chunks.h"
 #include "topology/dimensions.h"
+#include "topology/plan.h"
 
 namespace multiring {
 
 /// How a collective across hosts runs.
 struct CrossingAlgorithm {
-  bool staged = false;      ///< "rounds": what every rank has goes to every host, without a plan
-  bool whole = false;       ///< "allreduce:MODE": a reduce-scatter by the plan of an allreduce
-  Mode mode = {};           ///< of the plan
+  enum class Kind {
+    kPlan,           ///< its mode: a plan of the collective itself
+    kAllreducePlan,  ///< "allreduce:MODE": a reduce-scatter by the plan of an allreduce
+    kRounds,         ///< "rounds": what every rank has goes to every host
+    kMessages,       ///< "messages": what a rank has for another goes there alone
+  };
+  Kind kind = Kind::kPlan;
+  Mode mode = {};           ///< of a plan
   std::size_t segment = 0;  ///< bytes of the array that a plan takes at once; 0: plan_segment_bytes()
+
+  bool is_rounds() const { return kind == Kind::kRounds; }
+  bool is_plan() const { return kind == Kind::kPlan || kind == Kind::kAllreducePlan; }
 };
 
-/// Reads "rounds", or a mode (a reduce-scatter also that of an allreduce: allreduce:4px2d),
+/// Reads "rounds", "messages", or a mode (a reduce-scatter also that of an allreduce: allreduce:4px2d),
 /// which may be followed by the bytes of a segment (4px2d/65536, 4px2d/64K). Raises a usage error that shows
 /// the text and what is wrong with it.
 MULTIRING_API CrossingAlgorithm parse_algorithm(std::string_view text);
-/// "rounds", or the mode: what it is called in tables, and read back.
+/// Raises a usage error unless the collective has such an algorithm, whatever the ranks and hosts.
+MULTIRING_API void require_runs(const CrossingAlgorithm& algorithm, Collective collective);
+/// "rounds", "messages", or the mode: what it is called in tables, and read back.
 MULTIRING_API std::string algorithm_name(const CrossingAlgorithm& algorithm);
 
-/// Of mode and segment, for ranks to compare; 0: rounds.
+/// A hash of name and segment, for ranks to compare; 0: rounds.
 MULTIRING_API std::uint16_t hash_of(const CrossingAlgorithm& algorithm);
 
 /// Reads 4096, 64K, 1M or 1G (factors of 1024). Raises a usage error.

@@ -17,9 +17,9 @@ std::size_t class_of(std::size_t bytes) {
   return round_up(bytes, std::size_t{1} << step);
 }
 
-/// Whether in which order elements are added, or which sums of them are rounded, depends on their chunk.
 bool depends_on_chunk(Algorithm algorithm, bool rounded) {
-  return algorithm == Algorithm::kRing || (rounded && algorithm == Algorithm::kChain);
+  const ByChunk by_chunk = traits_of(algorithm).by_chunk;
+  return by_chunk == ByChunk::kOrder || (rounded && by_chunk == ByChunk::kRounding);
 }
 
 /// The hosts and ranks of a group. Messages are striped over interfaces below.
@@ -64,10 +64,14 @@ Plan PlanCache::plan(const Request& request) const {
 
 void PlanCache::require_fit_and_links(const CrossingAlgorithm& algorithm, Collective collective,
                                       const Transport& transport) const {
-  if (algorithm.whole && collective != Collective::kReduceScatter)
-    throw_usage("'" + algorithm_name(algorithm) + "' is for reduce_scatter only");
-  if (algorithm.staged) return;
-  if (algorithm.whole) collective = Collective::kAllreduce;
+  using enum CrossingAlgorithm::Kind;
+  require_runs(algorithm, collective);
+  if (algorithm.kind == kMessages && !cluster_.fully_linked())
+    throw_usage("'" + algorithm_name(algorithm) +
+                "' go from each host to each, and hosts reach their neighbours only (MULTIRING_HOST_LINKS); "
+                "take rounds");
+  if (!algorithm.is_plan()) return;
+  if (algorithm.kind == kAllreducePlan) collective = Collective::kAllreduce;
   require_fit(algorithm.mode, cluster_);
   PlanOptions options = collective_options(collective, 0, cluster_.size());
   options.mode = algorithm.mode;
@@ -107,9 +111,9 @@ void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
   }
   if (tuning.costs_text() != tuning_.costs_text()) choices_ = std::make_shared<Choices>();
   tuning_ = std::move(tuning);
-  allgather_rules_ = 0;
-  if (!transport.shares_memory() && (tuning_.costs() || !tuning_.rules().empty()))
-    allgather_rules_ = hash_of(tuning_, Collective::kAllgather);
+  const bool is_used = !transport.shares_memory() && (tuning_.costs() || !tuning_.rules().empty());
+  for (const Collective each : kAllCollectives)
+    rules_hashes_[static_cast<std::size_t>(each)] = is_used ? hash_of(tuning_, each) : std::uint16_t{0};
 }
 
 void PlanCache::share_choices(const PlanCache& other) {
@@ -130,9 +134,9 @@ std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, Collective
   options.order = order;
   std::vector<AlgorithmRow> rows = table(transport).rows(options);
   CrossingAlgorithm used = algorithm(transport, collective, bytes, order);
-  if (!used.staged) {  // a mode with the algorithms of all dimensions
+  if (used.is_plan()) {  // a mode with the algorithms of all dimensions
     Request request{.count = options.count, .order = order, .mode = used.mode};
-    if (!used.whole) {
+    if (used.kind == CrossingAlgorithm::Kind::kPlan) {
       request.collective = collective;
       request.blocks = options.blocks;
     }
@@ -149,7 +153,7 @@ JobCosts PlanCache::fit(std::span<const AllreduceProbe> probes, const Transport&
 
 const CrossingAlgorithm& PlanCache::algorithm(const Transport& transport, Collective collective,
                                               std::size_t bytes, Order order, bool rounded) {
-  static const CrossingAlgorithm kRounds{.staged = true};
+  static const CrossingAlgorithm kRounds{CrossingAlgorithm::Kind::kRounds};
   if (transport.size() == 1 || transport.shares_memory() || bytes == 0) return kRounds;
   if (!adds(collective)) order = Order::kAny;
   if (forced_ && collective == Collective::kAllreduce) return *forced_;

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <list>
 #include <map>
 #include <memory>
@@ -50,15 +53,18 @@ class MULTIRING_API PlanCache {
   void set_tuning(Tuning tuning, const Transport& transport);
   /// Uses, and adds to, what the other one has chosen, if that has the same costs; it is of the same ranks.
   void share_choices(const PlanCache& other);
-  /// Of a collective of so many bytes (an allgather: the longest piece): what is forced (allreduces only), or
-  /// what a rule of the tuning says, or else the quickest by the table of algorithms. Of what is rounded
-  /// between hosts bits may not depend on the size, so rules do not count there. The same on all ranks.
-  /// Stays as it is until the next call that changes something here.
+  /// Of a collective of so many bytes (an allgather or gather: the longest piece; an alltoall: the longest
+  /// times the ranks): what is forced (allreduces only), or what a rule of the tuning says, or else the
+  /// quickest by the table of algorithms. Of what is rounded between hosts bits may not depend on the size,
+  /// so rules do not count there. The same on all ranks. Stays as it is until the next call that changes
+  /// something here.
   const CrossingAlgorithm& algorithm(const Transport& transport, Collective collective, std::size_t bytes,
                                      Order order, bool rounded = false);
-  /// A hash of what decides on an allgather, whose algorithm is not known before ranks are matched; 0: no
+  /// A hash of what decides on a collective whose algorithm is not known before ranks are matched; 0: no
   /// tuning.
-  std::uint16_t allgather_rules() const { return allgather_rules_; }
+  std::uint16_t rules_hash(Collective collective) const {
+    return rules_hashes_[static_cast<std::size_t>(collective)];
+  }
   /// The table of algorithms of a collective of float32, with the one that is used as the chosen one.
   std::vector<AlgorithmRow> rows(const Transport& transport, Collective collective, std::size_t bytes,
                                  Order order);
@@ -92,7 +98,7 @@ class MULTIRING_API PlanCache {
   Cluster cluster_;  // empty: not yet found
   std::optional<CrossingAlgorithm> forced_;
   Tuning tuning_;
-  std::uint16_t allgather_rules_ = 0;
+  std::array<std::uint16_t, std::size(kAllCollectives)> rules_hashes_{};  // by collective
   std::shared_ptr<Choices> choices_ = std::make_shared<Choices>();
   struct Schedules {
     std::list<Kept> recent;  // most recently used first

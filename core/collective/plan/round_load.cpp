@@ -5,27 +5,6 @@
 #include "transport/cluster/mirror_routes.h"
 
 namespace multiring {
-namespace {
-
-/// An exchange crosses all dimensions, so the slowest link decides.
-double latency_of(const Cluster& cluster, const CostModel& model) {
-  double latency = 0.0;
-  for (const LinkCost& link : model.dimensions) latency = std::max(latency, link.latency);
-  if (!model.dimensions.empty()) return latency;
-  for (const Interface& interface : cluster.hosts[0].interfaces)
-    latency = std::max(latency, interface.latency);
-  return latency;
-}
-
-double speed_of(const Host& host, const CostModel& model) {
-  if (!model.dimensions.empty())
-    return std::ranges::min(model.dimensions, {}, &LinkCost::bytes_per_second).bytes_per_second;
-  double speed = 0.0;
-  for (const Interface& interface : host.interfaces) speed += interface.bytes_per_second;
-  return speed;
-}
-
-}  // namespace
 
 RoundLoad::RoundLoad(const Cluster& cluster, int publisher)
     : publishers_(publisher < 0 ? static_cast<std::size_t>(cluster.size()) : 1) {
@@ -69,7 +48,8 @@ double RoundLoad::Sent::seconds(std::size_t bytes, double bytes_per_second, cons
                    static_cast<double>(messages) * each * model.interface_message_seconds});
 }
 
-double RoundLoad::seconds(std::size_t bytes, const Cluster& cluster, const CostModel& model) const {
+double RoundLoad::seconds(std::size_t bytes, std::size_t taken, const Cluster& cluster,
+                          const CostModel& model) const {
   double seconds = 0.0;
   for (const Host& host : cluster.hosts)  // when ranks have published, and when all has arrived
     if (host.ranks.size() > 1) seconds = std::max(seconds, 2 * host.memory.latency);
@@ -78,14 +58,16 @@ double RoundLoad::seconds(std::size_t bytes, const Cluster& cluster, const CostM
     double all_messages = 0.0;
     double all_bytes = 0.0;
     for (const auto& [link, sent] : step) {
-      sending = std::max(sending, sent.seconds(bytes, speed_of(cluster.hosts[link.first], model), model));
+      sending =
+          std::max(sending, sent.seconds(bytes, crossing_speed(cluster.hosts[link.first], model), model));
       all_messages += static_cast<double>(sent.messages * sent.messages_each(bytes));
       all_bytes += static_cast<double>(sent.parts) * static_cast<double>(bytes);
     }
-    seconds += latency_of(cluster, model) + all_messages * model.shared_message_seconds + sending +
+    seconds += crossing_latency(cluster, model) + all_messages * model.shared_message_seconds + sending +
                all_bytes / model.shared_bytes_per_second;
   }
-  const auto read = static_cast<double>(bytes) * static_cast<double>(publishers_ + 1);
+  const double read =
+      static_cast<double>(bytes) + static_cast<double>(taken) * static_cast<double>(publishers_);
   double memory = read / model.reduction_bytes_per_second;
   for (const Host& host : cluster.hosts)
     memory = std::max(memory, read * static_cast<double>(host.ranks.size()) / host.memory.bytes_per_second);

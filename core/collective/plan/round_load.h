@@ -19,8 +19,9 @@ class MULTIRING_API RoundLoad {
   std::size_t steps() const { return steps_.size(); }
   /// The most ranks whose data one rank sends, counted once for each message.
   std::size_t rank_parts() const { return rank_parts_; }
-  /// Predicted seconds, at the speeds of `cluster`, which has the hosts and ranks of the one counted.
-  double seconds(std::size_t bytes, const Cluster& cluster, const CostModel& model) const;
+  /// `taken`: bytes that a rank takes of what one has published. Predicted seconds, at the speeds of
+  /// `cluster`, which has the hosts and ranks of the one counted.
+  double seconds(std::size_t bytes, std::size_t taken, const Cluster& cluster, const CostModel& model) const;
 
  private:
   /// By a host in one step, or by a host to one neighbour.

@@ -63,6 +63,7 @@ Tuning Tuning::parse(std::string_view text) {
         tuning.rules_.push_back(parse_rule(first, rest));
         tuning.rules_.back().line = number;
         tuning.rules_.back().collective = collective.value_or(Collective::kAllreduce);
+        require_runs(tuning.rules_.back().algorithm, tuning.rules_.back().collective);
       }
     } catch (const Error& error) {
       throw_usage("line " + std::to_string(number) + " of the tuning, '" + std::string(line) +

@@ -40,6 +40,9 @@ _CHOOSING = {
     "reduce_scatter": "a reduce-scatter",
     "allgather": "an allgather",
     "broadcast": "a broadcast",
+    "gather": "a gather",
+    "scatter": "a scatter",
+    "alltoall": "an alltoall",
 }
 
 

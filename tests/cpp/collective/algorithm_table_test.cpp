@@ -62,9 +62,16 @@ std::size_t sent_by(RankGroup& group, const AlgorithmRow& row, Collective collec
     if (collective == Collective::kReduceScatter) request.kind = OpKind::kReduceScatter;
     if (collective == Collective::kAllgather) request.kind = OpKind::kAllgather;
     if (collective == Collective::kBroadcast) request.kind = OpKind::kBroadcast, request.root = 0;
+    if (collective == Collective::kGather) request.kind = OpKind::kGather, request.root = 0;
+    if (collective == Collective::kScatter) request.kind = OpKind::kScatter, request.root = 0;
+    if (collective == Collective::kAlltoall) {
+      request.kind = OpKind::kAlltoall;
+      for (std::size_t to = 0; to < size; ++to) request.splits.push_back(block_range(count, size, to).size());
+    }
     request.output_bytes = sizeof(float) * (request.kind == OpKind::kReduceScatter
                                                 ? block_range(count, size, rank).size()
                                                 : count * (request.kind == OpKind::kAllgather ? size : 1));
+    if (!has_plans(collective)) request.output = nullptr;
     const std::size_t before = counter.read().bytes;
     perform(communicator, request);
     bytes[rank] = counter.read().bytes - before;
@@ -79,17 +86,21 @@ TEST_P(AlgorithmTable, CountsWhatTheBusiestRankSends) {
   options.communicator.order = layout.order;
   RankGroup group(options);
   // Rounds carry headers as well, as many for any count.
-  constexpr std::size_t kFew = 1001;
-  for (const Collective collective :
-       {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather, Collective::kBroadcast}) {
+  for (const Collective collective : kAllCollectives) {
+    // All pieces count as long as the longest, so that of what is divided all are to be alike.
+    const bool is_divided = collective == Collective::kScatter || collective == Collective::kAlltoall;
+    const std::size_t few_elements = is_divided ? 2520 : 1001;
     // One segment: in each of several the halves that go round a ring may differ by a cache line.
-    const std::size_t large = collective == Collective::kAllgather ? 3001 : 20001;
-    const std::vector<AlgorithmRow> few = table_of(layout, kFew, collective);
+    const std::size_t large = is_divided                             ? 8 * few_elements
+                              : collective == Collective::kAllgather ? 3001
+                                                                     : 20001;
+    const std::vector<AlgorithmRow> few = table_of(layout, few_elements, collective);
     const std::vector<AlgorithmRow> many = table_of(layout, large, collective);
     ASSERT_EQ(few.size(), many.size());
     for (std::size_t index = 0; index < few.size(); ++index) {
       if (!few[index].excluded.empty()) continue;
-      EXPECT_EQ(sent_by(group, many[index], collective, large) - sent_by(group, few[index], collective, kFew),
+      EXPECT_EQ(sent_by(group, many[index], collective, large) -
+                    sent_by(group, few[index], collective, few_elements),
                 many[index].rank_bytes - few[index].rank_bytes)
           << collective_name(collective) << " by " << few[index].name;
     }
@@ -199,7 +210,7 @@ TEST(AlgorithmTableRows, BroadcastsAreNotCutIntoMoreSegmentsThanHelp) {
           collective_options(Collective::kBroadcast, bytes / sizeof(float), layout.cluster().size());
       const CrossingAlgorithm chosen =
           multiring::AlgorithmTable(layout.cluster(), {}, 256 * 1024).quickest(options);
-      ASSERT_FALSE(chosen.staged);
+      ASSERT_TRUE(chosen.is_plan());
       EXPECT_TRUE(chosen.segment == 0 || chosen.segment >= 256 * 1024) << chosen.segment;
     }
   }
@@ -215,6 +226,19 @@ TEST(AlgorithmTableRows, WithoutATuningAJobHasTheCostsOfTheModel) {
         communicator.algorithm_rows(Collective::kAllreduce, options.count * sizeof(float), Order::kCanonical);
     EXPECT_EQ(row_of(rows, "rounds").seconds, row_of(described, "rounds").seconds);
   });
+}
+
+// What goes to one rank, or from each to each, has nothing to do with the others' hosts.
+TEST(AlgorithmTableRows, MessagesCarryWhatIsForOneRank) {
+  constexpr std::size_t kMany = 1 << 20;
+  for (const Collective collective : {Collective::kGather, Collective::kScatter, Collective::kAlltoall}) {
+    const std::vector<AlgorithmRow> many = table_of({{2, 2, 2, 2}}, kMany, collective);
+    EXPECT_TRUE(row_of(many, "messages").is_chosen) << collective_name(collective);
+    EXPECT_LE(row_of(many, "messages").rank_bytes, sizeof(float) * kMany);
+    EXPECT_TRUE(row_of(table_of({{2, 2, 2, 2}}, 8, collective), "rounds").is_chosen);
+    const Layout line{{1, 1, 1, 1}, Order::kCanonical, TransportKind::kClusterLine};
+    EXPECT_EQ(row_of(table_of(line, kMany, collective), "messages").excluded, "host 0 has no link to host 2");
+  }
 }
 
 TEST(AlgorithmTableRows, NoElementsNeedTheSameLinks) {

@@ -2,10 +2,12 @@
 
 #include <memory>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "collective/collectives.h"
 #include "support/errors.h"
+#include "support/modes.h"
 #include "support/operations.h"
 
 namespace multiring {
@@ -163,38 +165,32 @@ void expect_same_bits(const GroupOptions& options, const std::vector<std::size_t
   });
 }
 
-// Every algorithm in two dimensions, on hosts that are, and are not, subtrees of the sum; more dimensions;
+// Every algorithm in either dimension, on hosts that are, and are not, subtrees of the sum; more dimensions;
 // and what is chosen where hosts differ, for which no mode can be asked.
 TEST(ForcedModes, EveryAlgorithmHasTheSameBits) {
   struct Case {
     std::vector<int> layout;  // empty: two hosts have the ranks 0, 3 and 1, 2
-    const char* mode;
+    std::string mode;
   };
-  const std::vector<Case> cases = {{{}, "2x2d"},
-                                   {{}, "2tx2t"},
-                                   {{}, "2tx2d"},
-                                   {{}, "2rx2r"},
-                                   {{1, 1, 1, 1}, "1x4d"},
-                                   {{1, 1, 1, 1}, "1x4t"},
-                                   {{1, 1, 1, 1}, "1x2x2"},
-                                   {{1, 1, 1, 1}, "1x2tx2d"},
-                                   {{2, 2, 2}, "2x3"},
-                                   {{2, 2, 2}, "2x3d"},
-                                   {{2, 2, 2}, "2tx3t"},
-                                   {{3, 3}, "3tx2"},
-                                   {{3, 3}, "3x2d"},
-                                   {{1, 1, 1, 1, 1, 1, 1}, "1x7d"},
-                                   {{1, 1, 1, 1, 1, 1, 1}, "1x7t"},
-                                   {{1, 1, 1, 1, 1, 1}, "1x2tx3d"},
-                                   {{1, 1, 1, 1, 1, 1, 1}, "1x7c"},
-                                   {{2, 2, 2}, "2x3c"},
-                                   {{2, 2, 2, 2}, "2tx2cx2c"},
-                                   {{2, 2, 2, 2}, "2tx2x2d"},
-                                   {{2, 2, 2, 2, 2, 2}, "2x3x2"},
-                                   {{1, 1, 1, 1, 1, 1, 1, 1}, "1x2x2x2d"},
-                                   {{3, 1, 2}, ""},
-                                   {{1, 3}, ""},
-                                   {{4, 3, 2, 1}, ""}};
+  std::vector<Case> cases = {{{}, "2tx2t"},
+                             {{}, "2tx2d"},
+                             {{}, "2rx2r"},
+                             {{1, 1, 1, 1}, "1x2x2"},
+                             {{1, 1, 1, 1}, "1x2tx2d"},
+                             {{2, 2, 2}, "2tx3t"},
+                             {{1, 1, 1, 1, 1, 1}, "1x2tx3d"},
+                             {{2, 2, 2, 2}, "2tx2cx2c"},
+                             {{2, 2, 2, 2}, "2tx2x2d"},
+                             {{2, 2, 2, 2, 2, 2}, "2x3x2"},
+                             {{1, 1, 1, 1, 1, 1, 1, 1}, "1x2x2x2d"},
+                             {{3, 1, 2}, ""},
+                             {{1, 3}, ""},
+                             {{4, 3, 2, 1}, ""}};
+  for (const Case& pattern :
+       {Case{{}, "2x2?"}, Case{{}, "2?x2"}, Case{{1, 1, 1, 1}, "1x4?"}, Case{{2, 2, 2}, "2x3?"},
+        Case{{3, 3}, "3?x2"}, Case{{1, 1, 1, 1, 1, 1, 1}, "1x7?"}, Case{{2, 2, 2, 2}, "2tx2?x2"}})
+    for (const std::string& mode : modes_of_all(pattern.mode, Order::kCanonical))
+      cases.push_back({pattern.layout, mode});
   for (const Case& each : cases) {
     const int size = each.layout.empty() ? 4 : std::accumulate(each.layout.begin(), each.layout.end(), 0);
     GroupOptions options(TransportKind::kCluster, size, 4096);

@@ -14,6 +14,7 @@
 #include "collective/plan/plan_cache.h"
 #include "collective/plan/plan_schedule.h"
 #include "support/errors.h"
+#include "support/modes.h"
 #include "support/operations.h"
 #include "topology/chunks.h"
 
@@ -25,7 +26,7 @@ using namespace testing;
 struct ModeCase {
   int size;
   int hosts;
-  const char* mode;
+  std::string mode;
   TransportKind transport = TransportKind::kCluster;
 
   GroupOptions options(std::size_t staging_bytes = kSmallStaging) const {
@@ -39,9 +40,9 @@ struct ModeCase {
 
 void PrintTo(const ModeCase& each, std::ostream* out) {
   *out << transport_name(each.transport) << "_" << each.size << "_ranks_" << each.hosts << "_hosts_"
-       << (*each.mode == '\0'    ? "automatic"
-           : each.mode[0] == 'a' ? "allreduce"
-                                 : each.mode);
+       << (each.mode.empty()               ? "automatic"
+           : each.mode.starts_with("allr") ? "allreduce"
+                                           : each.mode);
 }
 
 Bytes reduced(Communicator& communicator, const ReduceProblem& problem, Order order = Order::kDefault,
@@ -132,25 +133,33 @@ TEST_P(AnyOrder, TheCanonicalOrderForWhoAsksForIt) {
   });
 }
 
-const ModeCase kModes[] = {{3, 3, "1x3r"},
-                           {4, 4, "1x4r"},
-                           {7, 7, "1x7r"},
-                           {4, 2, "2x2r"},
-                           {6, 3, "2x3r"},
-                           {6, 3, "2tx3r"},
-                           {8, 8, "1x4rx2r"},
-                           {8, 8, "1x2px4r"},
-                           {4, 4, "1x4d"},
-                           {6, 3, "2x3t"},
-                           {6, 3, ""},
-                           {7, 3, ""},
-                           {4, 4, "1x4r", TransportKind::kClusterMpi},
-                           {6, 3, "2x3r", TransportKind::kClusterRelayed},
-                           {6, 6, "", TransportKind::kClusterRing},
-                           {8, 4, "2x4r", TransportKind::kClusterRing},
-                           {5, 5, "", TransportKind::kClusterLine}};
+/// Every algorithm between hosts of `patterns` (modes_of_all), and the cases of `others`.
+std::vector<ModeCase> with_all(const std::vector<ModeCase>& patterns, std::vector<ModeCase> others,
+                               bool has_blocks = false) {
+  for (const ModeCase& pattern : patterns)
+    for (const std::string& mode : modes_of_all(pattern.mode, Order::kAny, has_blocks))
+      others.push_back({pattern.size, pattern.hosts, mode});
+  return others;
+}
 
-INSTANTIATE_TEST_SUITE_P(Modes, AnyOrder, ::testing::ValuesIn(kModes), kPrinted);
+std::vector<ModeCase> allreduces() {
+  return with_all({{7, 7, "1x7?"}, {6, 3, "2x3?"}}, {{3, 3, "1x3r"},
+                                                     {4, 4, "1x4r"},
+                                                     {4, 2, "2x2r"},
+                                                     {6, 3, "2tx3r"},
+                                                     {8, 8, "1x4rx2r"},
+                                                     {8, 8, "1x2px4r"},
+                                                     {4, 4, "1x4d"},
+                                                     {6, 3, ""},
+                                                     {7, 3, ""},
+                                                     {4, 4, "1x4r", TransportKind::kClusterMpi},
+                                                     {6, 3, "2x3r", TransportKind::kClusterRelayed},
+                                                     {6, 6, "", TransportKind::kClusterRing},
+                                                     {8, 4, "2x4r", TransportKind::kClusterRing},
+                                                     {5, 5, "", TransportKind::kClusterLine}});
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, AnyOrder, ::testing::ValuesIn(allreduces()), kPrinted);
 
 /// This rank's block of a sum.
 Bytes scattered(Communicator& communicator, const ReduceProblem& problem, Order order = Order::kDefault) {
@@ -177,8 +186,7 @@ class ReduceScatterInAnyOrder : public ::testing::TestWithParam<ModeCase> {
   GroupOptions options() const {
     GroupOptions options = GetParam().options();
     options.communicator.mode = "";
-    if (*GetParam().mode != '\0')
-      options.communicator.tuning = std::string("reduce_scatter 0- ") + GetParam().mode;
+    if (!GetParam().mode.empty()) options.communicator.tuning = "reduce_scatter 0- " + GetParam().mode;
     return options;
   }
 };
@@ -212,15 +220,19 @@ TEST_P(ReduceScatterInAnyOrder, TheSameBitsInEveryRunAndTheCanonicalOnesForWhoAs
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, ReduceScatterInAnyOrder,
-                         ::testing::Values(ModeCase{3, 3, "1x3r"}, ModeCase{7, 7, "1x7r"},
-                                           ModeCase{4, 2, "2x2r"}, ModeCase{7, 3, "3x3r"},
-                                           ModeCase{7, 3, "3x3p"}, ModeCase{4, 4, "allreduce:1x4r"},
-                                           ModeCase{6, 3, ""},
-                                           ModeCase{8, 4, "2x4r", TransportKind::kClusterRing},
-                                           ModeCase{7, 5, "", TransportKind::kClusterRing},
-                                           ModeCase{5, 5, "1x5c", TransportKind::kClusterLine}),
-                         kPrinted);
+std::vector<ModeCase> reduce_scatters() {
+  return with_all({{7, 7, "1x7?"}, {7, 3, "3x3?"}},
+                  {{3, 3, "1x3r"},
+                   {4, 2, "2x2r"},
+                   {4, 4, "allreduce:1x4r"},
+                   {6, 3, ""},
+                   {8, 4, "2x4r", TransportKind::kClusterRing},
+                   {7, 5, "", TransportKind::kClusterRing},
+                   {5, 5, "1x5c", TransportKind::kClusterLine}},
+                  true);
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, ReduceScatterInAnyOrder, ::testing::ValuesIn(reduce_scatters()), kPrinted);
 
 // Chunk c of the first half of the elements starts at the rank after its owner, and each rank on its way adds
 // its own; the second half goes round the other way.

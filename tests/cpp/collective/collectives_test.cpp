@@ -4,8 +4,11 @@
 #include <atomic>
 #include <cstring>
 #include <numeric>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "support/modes.h"
 #include "support/operations.h"
 #include "topology/chunks.h"
 
@@ -216,36 +219,43 @@ TEST_P(CollectivesTest, ReduceScatter) {
 /// those that add nothing.
 struct Crossing {
   std::vector<int> layout;
-  const char* reduce_scatter;
-  const char* gathering;
+  std::string reduce_scatter;
+  std::string gathering;
   TransportKind transport = TransportKind::kCluster;
 
   GroupOptions options() const {
     GroupOptions options(transport, std::accumulate(layout.begin(), layout.end(), 0), 4096);
     options.layout = layout;
-    options.communicator.tuning = std::string("reduce_scatter 0- ") + reduce_scatter + "\nallgather 0- " +
-                                  gathering + "\nbroadcast 0- " + gathering;
+    options.communicator.tuning =
+        "reduce_scatter 0- " + reduce_scatter + "\nallgather 0- " + gathering + "\nbroadcast 0- " + gathering;
     return options;
   }
 };
 
-const Crossing kCrossings[] = {
-    {{1, 1}, "1x2p", "1x2r"},
-    {{2, 2}, "2x2c", "2x2p"},
-    {{3, 1, 2}, "3x3p", "3x3r"},
-    {{1, 3, 2}, "3x3c", "3x3p"},
-    {{4, 3, 2, 1}, "4x4p", "4x4r"},
-    {{1, 1, 1, 1, 1, 1, 1}, "1x7p", "1x7r"},
-    {{1, 1, 1, 1, 1, 1, 1}, "allreduce:1x7t", "rounds"},
-    {{1, 2, 2}, "2x3p/64", "2x3r/64", TransportKind::kClusterMpi},
-    {{1, 1, 1, 1, 1}, "1x5c", "1x5r", TransportKind::kClusterRing},
-    {{2, 1, 2, 2}, "2x4c", "2x4c", TransportKind::kClusterRing},
-    {{3, 1, 2, 1}, "3x4c", "3x4c", TransportKind::kClusterLine},
-};
+/// Every algorithm that keeps blocks apart, and what only some of them run on. Sums are canonical: those of a
+/// ring of more than two hosts take the pairwise exchange in its place.
+std::vector<Crossing> crossings() {
+  std::vector<Crossing> found{
+      {{1, 1, 1, 1, 1, 1, 1}, "allreduce:1x7t", "rounds"},
+      {{1, 2, 2}, "2x3p/64", "2x3r/64", TransportKind::kClusterMpi},
+      {{1, 1, 1, 1, 1}, "1x5c", "1x5r", TransportKind::kClusterRing},
+      {{2, 1, 2, 2}, "2x4c", "2x4c", TransportKind::kClusterRing},
+      {{3, 1, 2, 1}, "3x4c", "3x4c", TransportKind::kClusterLine},
+  };
+  for (const auto& [layout, pattern] :
+       std::vector<std::pair<std::vector<int>, const char*>>{{{1, 1}, "1x2?"},
+                                                             {{2, 2}, "2x2?"},
+                                                             {{1, 3, 2}, "3x3?"},
+                                                             {{4, 3, 2, 1}, "4x4?"},
+                                                             {{1, 1, 1, 1, 1, 1, 1}, "1x7?"}})
+    for (const std::string& mode : modes_of_all(pattern, Order::kAny, true))
+      found.push_back({layout, mode, mode});
+  return found;
+}
 
 // In the canonical order, whatever the algorithm.
 TEST(EveryCrossing, ReducesAndScatters) {
-  for (const Crossing& crossing : kCrossings) {
+  for (const Crossing& crossing : crossings()) {
     SCOPED_TRACE(crossing.options().communicator.tuning);
     RankGroup(crossing.options()).run([](Communicator& communicator) {
       const auto size = static_cast<std::size_t>(communicator.size());
@@ -267,7 +277,7 @@ TEST(EveryCrossing, ReducesAndScatters) {
 }
 
 TEST(EveryCrossing, Gathers) {
-  for (const Crossing& crossing : kCrossings) {
+  for (const Crossing& crossing : crossings()) {
     SCOPED_TRACE(crossing.options().communicator.tuning);
     RankGroup(crossing.options()).run([](Communicator& communicator) {
       const auto size = static_cast<std::size_t>(communicator.size());
@@ -288,7 +298,7 @@ TEST(EveryCrossing, Gathers) {
 }
 
 TEST(EveryCrossing, Broadcasts) {
-  for (const Crossing& crossing : kCrossings) {
+  for (const Crossing& crossing : crossings()) {
     SCOPED_TRACE(crossing.options().communicator.tuning);
     RankGroup(crossing.options()).run([](Communicator& communicator) {
       for (int root = 0; root < communicator.size(); ++root)
@@ -307,12 +317,14 @@ TEST(EveryCrossing, Broadcasts) {
   }
 }
 
-// Some pieces alone would be worth a plan, and the longest would not: what those ranks have not staged comes
-// in another round.
-TEST(Allgather, OfPiecesThatWouldGoInDifferentWays) {
+// Some pieces alone would use another algorithm than the longest: what those ranks have not staged comes in
+// another round.
+TEST(Gathers, OfPiecesThatWouldGoInDifferentWays) {
   GroupOptions options(TransportKind::kCluster, 3, 4096);
   options.hosts = 3;
-  options.communicator.tuning = "allgather 0-1000 rounds\nallgather 0-2000 1x3p\nallgather 0- rounds";
+  options.communicator.tuning =
+      "allgather 0-1000 rounds\nallgather 0-2000 1x3p\nallgather 0- rounds\n"
+      "gather 0-1000 rounds\ngather 0-2000 messages\ngather 0- rounds";
   RankGroup group(options);
   const auto gathered = [](Communicator& communicator, const std::vector<std::uint64_t>& rows) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
@@ -320,15 +332,18 @@ TEST(Allgather, OfPiecesThatWouldGoInDifferentWays) {
     Bytes expected;
     for (std::size_t each = 0; each < rows.size(); ++each)
       append(expected, input_of(DType::kUInt8, rows[each], each));
-    EXPECT_EQ(
-        result_of(perform(
-            communicator,
-            {.kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = rows[rank], .input = input.data()})),
-        expected);
+    Request request{
+        .kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = rows[rank], .input = input.data()};
+    EXPECT_EQ(result_of(perform(communicator, request)), expected);
+    request.kind = OpKind::kGather;
+    for (request.root = 0; request.root < communicator.size(); ++request.root)
+      EXPECT_EQ(result_of(perform(communicator, request)),
+                communicator.rank() == request.root ? expected : Bytes());
   };
   group.run([&](Communicator& communicator) {
     gathered(communicator, {10, 1500, 9000});
     gathered(communicator, {10, 1500, 0});
+    gathered(communicator, {1500, 10, 9000});
     gathered(communicator, {9000, 9000, 9000});
   });
 }
@@ -385,13 +400,14 @@ TEST_P(CollectivesTest, BarrierHoldsUntilAllHaveCome) {
 
 INSTANTIATE_TEST_SUITE_P(Groups, CollectivesTest, ::testing::ValuesIn(all_group_cases()), kPrinted);
 
-// Between more than two hosts what is large is sent as messages, along chains and to those it is for.
+// Among more than two hosts, where what has no plan crosses by messages, in rounds, or as the table says.
 std::vector<GroupCase> many_hosts() {
-  return {{TransportKind::kCluster, 7, 1024, false, 3},
+  return {{TransportKind::kCluster, 7, 1024, false, 3, "messages"},
+          {TransportKind::kCluster, 7, 1024, false, 3, "rounds"},
           {TransportKind::kCluster, 4, 1024, false, 4},
           {TransportKind::kClusterRing, 7, 1024, false, 5},
           {TransportKind::kClusterLine, 5, 1024, false, 4},
-          {TransportKind::kClusterMpi, 5, 1024, false, 3}};
+          {TransportKind::kClusterMpi, 5, 1024, false, 3, "messages"}};
 }
 
 INSTANTIATE_TEST_SUITE_P(ManyHosts, CollectivesTest, ::testing::ValuesIn(many_hosts()), kPrinted);

@@ -48,10 +48,10 @@ TEST(Tuning, TheFirstRuleThatMatchesWins) {
       "0-4095 2px4t\n"
       "reduce_scatter 0- allreduce:2px2d");
   ASSERT_EQ(tuning.rules().size(), 5u);
-  EXPECT_TRUE(tuning.rule(Collective::kReduceScatter, 0)->whole);
+  EXPECT_TRUE(tuning.rule(Collective::kReduceScatter, 0)->kind == CrossingAlgorithm::Kind::kAllreducePlan);
   EXPECT_EQ(tuning.rule(Collective::kAllgather, 0), nullptr);
-  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 0)->staged);
-  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 16)->staged);
+  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 0)->is_rounds());
+  EXPECT_TRUE(tuning.rule(Collective::kAllreduce, 16)->is_rounds());
   EXPECT_EQ(format_mode(tuning.rule(Collective::kAllreduce, 17)->mode), "2tx4d");
   EXPECT_EQ(tuning.rule(Collective::kAllreduce, 1024)->segment, 0u);
   EXPECT_EQ(format_mode(tuning.rule(Collective::kAllreduce, 1025)->mode), "2px4t");
@@ -90,9 +90,10 @@ TEST(Tuning, TheLineThatIsWrongIsNamed) {
   expect_refused("0-9999999999999G rounds", "is not a number of bytes");
   expect_refused("2-1 rounds", "'2-1' ends before it begins");
   expect_refused("0- rounds/4", "'rounds/4' gives rounds a segment");
+  expect_refused("0- messages/4", "'messages/4' gives messages a segment");
   expect_refused("0- 2x2/0", "has a segment of no bytes");
   expect_refused("0- auto", "mode 'auto'");
-  expect_refused("0- auto", "the other algorithm is rounds");
+  expect_refused("0- auto", "or in a rule for gather, scatter or alltoall messages");
   expect_refused("0- 2x2d rounds", "mode '2x2d rounds'");
   expect_refused("costs latency", "latency is '', not a number of 0 or more");
   expect_refused("costs latency=-1", "latency is '-1', not a number of 0 or more");
@@ -117,10 +118,10 @@ TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
     const auto algorithm = [&](std::size_t bytes, bool rounded = false) {
       return plans.algorithm(*transport, Collective::kAllreduce, bytes, Order::kCanonical, rounded);
     };
-    EXPECT_TRUE(algorithm(1).staged);
+    EXPECT_TRUE(algorithm(1).is_rounds());
     EXPECT_EQ(format_mode(algorithm(17).mode), "2x2d");
     EXPECT_EQ(format_mode(algorithm(1 << 20).mode), "2px2p") << "by the table";
-    EXPECT_TRUE(algorithm(17, true).staged) << "bits of what is rounded may not depend on size";
+    EXPECT_TRUE(algorithm(17, true).is_rounds()) << "bits of what is rounded may not depend on size";
     EXPECT_EQ(format_mode(algorithm(1 << 20, true).mode), "2px2p");
     for (const char* const wrong : {"2x3", "4x1", "2dx2"}) {
       const auto set = [&] {
@@ -131,12 +132,14 @@ TEST(Tuning, WhatDoesNotFitTheRanksIsRefused) {
     for (const auto& [rule, told] : {std::pair{"allgather 0- 2x2d", "is for allreduces"},
                                      {"reduce_scatter 0- 2tx2", "is for allreduces"},
                                      {"0- allreduce:2px2d", "is for reduce_scatter only"},
+                                     {"broadcast 0- messages", "is for gather, scatter and alltoall only"},
+                                     {"gather 0- 2px2p", "gather has no plans such as 2px2p"},
                                      {"allgather 0- allreduce:2px2d", "is for reduce_scatter only"}})
       expect_usage([&] { plans.set_tuning(Tuning::parse(rule), *transport); }, told);
     plans.force(parse_algorithm("2x2t"), *transport);
     for (const bool rounded : {false, true}) EXPECT_EQ(format_mode(algorithm(1, rounded).mode), "2x2t");
     plans.force(parse_algorithm("rounds"), *transport);
-    EXPECT_TRUE(algorithm(1 << 20).staged);
+    EXPECT_TRUE(algorithm(1 << 20).is_rounds());
   });
 }
 
@@ -287,7 +290,7 @@ TEST(Tuning, ChoicesAreSharedAtTheSameCostsOnly) {
   RankGroup group(two_by_two(256 * 1024));
   group.run_transports([](const std::shared_ptr<Transport>& transport) {
     const auto is_staged = [&](PlanCache& plans) {
-      return plans.algorithm(*transport, Collective::kAllreduce, 128 << 10, Order::kCanonical).staged;
+      return plans.algorithm(*transport, Collective::kAllreduce, 128 << 10, Order::kCanonical).is_rounds();
     };
     const Tuning far_hosts = Tuning::parse("costs latency=1");
     PlanCache first;
@@ -308,13 +311,16 @@ TEST(Tuning, ChoicesAreSharedAtTheSameCostsOnly) {
 
 // Ranks that would wait for messages that no rank sends.
 TEST(Tuning, RanksThatWouldRunDifferentAlgorithmsAreToldSo) {
-  for (const OpKind kind :
-       {OpKind::kAllreduce, OpKind::kReduceScatter, OpKind::kAllgather, OpKind::kBroadcast})
+  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kReduceScatter, OpKind::kAllgather,
+                            OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAlltoall})
     for (const char* const other : {"rounds", "2px2c"}) {
+      const bool has_no_plan =
+          kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAlltoall;
+      if (has_no_plan && other != std::string_view("rounds")) continue;
       SCOPED_TRACE(traits_of(kind).name + std::string(" by ") + other);
       RankGroup group(two_by_two(256 * 1024));
       expect_all_raised(group.outcomes([&](Communicator& communicator) {
-        const std::string algorithm = communicator.rank() == 1 ? other : "2px2p";
+        const std::string algorithm = communicator.rank() == 1 ? other : has_no_plan ? "messages" : "2px2p";
         const std::string rule =
             kind == OpKind::kAllreduce ? "0- " : std::string(traits_of(kind).name) + " 0- ";
         communicator.set_tuning(rule + algorithm);
@@ -322,7 +328,10 @@ TEST(Tuning, RanksThatWouldRunDifferentAlgorithmsAreToldSo) {
         std::vector<float> result(40'000);
         Request request{.kind = kind, .rows = data.size(), .input = data.data()};
         if (kind == OpKind::kAllreduce || kind == OpKind::kBroadcast) request.output = result.data();
-        if (kind == OpKind::kBroadcast) request.root = 0;
+        if (kind == OpKind::kBroadcast || kind == OpKind::kGather) request.root = 0;
+        if (kind == OpKind::kScatter) request = communicator.rank() == 0 ? request : Request{.kind = kind};
+        if (kind == OpKind::kScatter) request.root = 0;
+        if (kind == OpKind::kAlltoall) request.splits.assign(4, 2'500);
         perform(communicator, request);
       }),
                         ErrorKind::kMismatch, "by different algorithms");

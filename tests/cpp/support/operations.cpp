@@ -135,6 +135,7 @@ void PrintTo(const GroupCase& group, std::ostream* out) {
   *out << transport_name(group.transport) << (group.roomy ? "_roomy_" : "_") << group.size << "_ranks_"
        << group.staging_bytes;
   if (group.hosts != 2) *out << "_hosts" << group.hosts;
+  if (*group.unplanned != '\0') *out << "_" << group.unplanned;
 }
 
 }  // namespace multiring::testing

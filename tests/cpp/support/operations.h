@@ -86,12 +86,16 @@ struct GroupCase {
   std::size_t staging_bytes;
   /// inproc only: a core for each rank, which changes what is small (Transport::oversubscribed)
   bool roomy = false;
-  int hosts = 2;  ///< cluster only
+  int hosts = 2;               ///< cluster only
+  const char* unplanned = "";  ///< algorithm of what has no plan: "messages", "rounds"; "": by the table
 
   GroupOptions options() const {
     GroupOptions options(transport, size, staging_bytes);
     options.cores = roomy ? size : 1;
     options.hosts = hosts;
+    for (const char* collective : {"gather", "scatter", "alltoall"})
+      if (*unplanned != '\0')
+        options.communicator.tuning += std::string(collective) + " 0- " + unplanned + "\n";
     return options;
   }
 };

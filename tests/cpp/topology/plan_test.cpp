@@ -26,8 +26,9 @@ std::vector<Mode> combinations(const Mode& mode, Order order = Order::kCanonical
     std::vector<Mode> more;
     for (const Mode& known : modes) {
       for (const Algorithm algorithm : kAllAlgorithms) {
-        if (algorithm == Algorithm::kDoubling && index + 1 < mode.size()) continue;
-        if (algorithm == Algorithm::kRing && order == Order::kCanonical && mode[index].size > 2) continue;
+        const bool is_last = index + 1 == mode.size();
+        if (!is_last && traits_of(algorithm).reducing_phase == Phase::kAllreduce) continue;
+        if (order == Order::kCanonical && needs_any_order({mode[index].size, algorithm})) continue;
         more.push_back(known);
         more.back()[index].algorithm = algorithm;
       }

@@ -105,8 +105,17 @@ TEST(Mode, IsReadAndWrittenAlike) {
   EXPECT_EQ(mode[2], (Dimension{2, Algorithm::kDoubling}));
 }
 
+TEST(Algorithms, AreToldApart) {
+  std::set<char> letters;
+  std::set<int> complexities;
+  for (const Algorithm algorithm : kAllAlgorithms) {
+    EXPECT_TRUE(letters.insert(traits_of(algorithm).letter).second) << traits_of(algorithm).name;
+    EXPECT_TRUE(complexities.insert(traits_of(algorithm).complexity).second) << traits_of(algorithm).name;
+  }
+}
+
 TEST(Mode, ThatCannotBeReadSaysWhereAndHowItIsWritten) {
-  for (const char* const text : {"", "x", "4x", "x4", "4xx2", "0", "4x0", "-4", "+4", "4 x8", "4q", "4rr",
+  for (const char* const text : {"", "x", "4x", "x4", "4xx2", "0", "4x0", "-4", "+4", "4 x8", "4?", "4rr",
                                  "4x8R", "four", "99999999999999999999", "16777217", "4,8"}) {
     error_of(
         ErrorKind::kUsage, [&] { parse_mode(text); },

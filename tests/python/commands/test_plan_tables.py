@@ -6,15 +6,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ci.update_tables import PAGE, blocks, printed, shown
+from ci.update_tables import LETTERS, PAGE, blocks, printed, shown, with_letters
 from tests.support import refused
 
 
 def test_the_documentation_shows_what_is_printed() -> None:
     found = blocks(PAGE.read_text() + "\n")
-    assert len(found) == 15
+    assert len(found) == 20
     for command, block in found:
         assert block == shown(command)
+
+
+def test_the_documentation_has_the_letters_of_all_algorithms() -> None:
+    for page in LETTERS:
+        assert page.read_text() == with_letters(page)
 
 
 def test_rounds_cross_the_slowest_link() -> None:

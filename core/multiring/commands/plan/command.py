@@ -10,7 +10,7 @@ from multiring import units
 from multiring.commands.argument_types import number_of
 from multiring.commands.plan.drawing import draw
 from multiring.commands.plan.explain import rows_as_json, rows_as_text
-from multiring.commands.plan.report import Prediction, as_json, as_text
+from multiring.commands.plan.report import Collective, Prediction, as_json, as_text
 from multiring.errors import UsageError
 
 __all__ = ["add_arguments", "main"]
@@ -23,7 +23,8 @@ _MAX_EXPLAINED_RANKS = 1 << 11
 # Sums over all ranks have to fit into 64 bits.
 _MAX_BYTES = 1 << 45
 
-_ROUNDS = "rounds"
+# Algorithms that are no plan, so the table has all that there is to say.
+_WITHOUT_PLAN = ("rounds", "messages")
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
 
@@ -120,9 +121,9 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan.add_argument(
         "--collective",
-        choices=("allreduce", "reduce_scatter", "allgather", "broadcast"),
+        choices=native.collective_names(),
         default="allreduce",
-        help="what runs; of an allgather --bytes are those of each rank [allreduce]",
+        help="what runs; of an allgather or a gather --bytes are those of each rank [allreduce]",
     )
     plan.add_argument("--dtype", choices=_DTYPES, default="float32", help="type of the elements [float32]")
     plan.add_argument(
@@ -130,7 +131,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="M",
         help="ranks within a host x near hosts x far hosts ...; a letter after a number forces an algorithm: "
-        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d; or rounds, without a plan [automatic]",
+        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d; or rounds, or messages [automatic]",
     )
     plan.add_argument(
         "--segment", type=units.size, default=0, metavar="B", help="bytes of a pipelined piece [automatic]"
@@ -145,23 +146,25 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Chooses the plan and prints it. Raises UsageError for a mode that does not fit the cluster."""
-    by_rounds = args.mode == _ROUNDS  # which are no plan, so the table has all that there is to say
-    if by_rounds and args.segment:
-        _refuse("--segment is for plans, and rounds are none")
-    prediction = predict(args)
+    has_plan = args.mode not in _WITHOUT_PLAN and native.has_plans(args.collective)
+    if args.segment and not has_plan:
+        none = f"{args.mode} are none" if args.mode in _WITHOUT_PLAN else f"{args.collective} has none"
+        _refuse(f"--segment is for plans, and {none}")
+    collective, request, model = _described(args)
+    rows = [] if has_plan and not args.explain else _rows(args, collective, request, model)
+    prediction = _predict(collective, request, model) if has_plan else None
     if args.json:
-        explained = {"algorithms": rows_as_json(prediction)} if args.explain or by_rounds else {}
-        planned = {"hosts": prediction.cluster.ranks} if by_rounds else as_json(prediction)
-        print(json.dumps(planned | explained, indent=2))
-    elif args.explain or by_rounds:
-        print(rows_as_text(prediction))
+        planned = as_json(prediction) if prediction else {"hosts": collective.cluster.ranks}
+        print(json.dumps(planned | ({"algorithms": rows_as_json(rows)} if rows else {}), indent=2))
+    elif prediction is None or args.explain:
+        print(rows_as_text(collective, rows))
     else:
-        print(as_text(prediction), draw(prediction.cluster.ranks, prediction.plan), sep="\n\n")
+        print(as_text(prediction), draw(collective.cluster.ranks, prediction.plan), sep="\n\n")
     return 0
 
 
-def predict(args: argparse.Namespace) -> Prediction:
-    """The plan that is chosen for what the options describe, and what it costs."""
+def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest, native.CostModel]:
+    """What the options describe, and the same for the core."""
     interfaces = [native.Interface(rate, args.latency) for rate in _interface_rates(args)]
     cluster = native.Cluster(
         _ranks_of_hosts(args),
@@ -172,36 +175,64 @@ def predict(args: argparse.Namespace) -> Prediction:
     )
     model = native.CostModel()
     model.dimensions = [native.LinkCost(latency, rate) for rate, latency in args.links]
-    if (args.explain or args.mode == _ROUNDS) and cluster.size > _MAX_EXPLAINED_RANKS:
-        _refuse(f"algorithms are compared for at most {_MAX_EXPLAINED_RANKS} ranks: leave --explain out")
     request = native.PlanRequest()
     itemsize = native.dtype_size(args.dtype)
     if max(args.nbytes, args.segment) > _MAX_BYTES:
         _refuse(f"--bytes and --segment may be up to {_MAX_BYTES >> 40} TiB")
     request.dtype = args.dtype
     request.count = -(-args.nbytes // itemsize)
-    request.mode = "" if args.mode == _ROUNDS else args.mode
+    request.mode = "" if args.mode in _WITHOUT_PLAN else args.mode
     request.segment = -(-args.segment // itemsize)
     request.order = args.order
     request.collective = args.collective
-    plan = native.choose_plan(cluster, request, model)
-    across = plan.mode.count("x")
-    if len(args.links) > across:
-        _refuse(
-            f"--links has {len(args.links)} links, but mode {plan.mode} has {across} across hosts: name the "
-            "dimensions by --mode"
-        )
-    rows = native.algorithm_table(cluster, request, model) if args.explain or args.mode == _ROUNDS else []
-    return Prediction(
+    collective = Collective(
         cluster=cluster,
         interfaces=interfaces,
         host_links=args.host_links,
+        name=args.collective,
+        count=request.count,
         dtype=args.dtype,
+        order=request.order if native.adds(args.collective) else "",
+    )
+    return collective, request, model
+
+
+def _rows(
+    args: argparse.Namespace,
+    collective: Collective,
+    request: native.PlanRequest,
+    model: native.CostModel,
+) -> list[native.AlgorithmRow]:
+    """The table of algorithms, or the one that --mode names."""
+    if collective.cluster.size > _MAX_EXPLAINED_RANKS:
+        hint = ": leave --explain out" if args.explain else ""
+        _refuse(f"algorithms are compared for at most {_MAX_EXPLAINED_RANKS} ranks{hint}")
+    if len(args.links) > 1 and not native.has_plans(args.collective):
+        _refuse(f"--links has {len(args.links)} links, and {args.collective} crosses hosts in one dimension")
+    rows = native.algorithm_table(collective.cluster, request, model)
+    if args.mode not in _WITHOUT_PLAN:
+        return rows
+    named = [row for row in rows if row.name == args.mode]
+    if not named:
+        _refuse(f"{args.mode} are no algorithm of {collective.name}: leave --mode out, or see --explain")
+    return named
+
+
+def _predict(collective: Collective, request: native.PlanRequest, model: native.CostModel) -> Prediction:
+    """The plan that is chosen, and what it costs."""
+    plan = native.choose_plan(collective.cluster, request, model)
+    across = plan.mode.count("x")
+    if len(model.dimensions) > across:
+        _refuse(
+            f"--links has {len(model.dimensions)} links, but mode {plan.mode} has {across} across hosts: "
+            "name the dimensions by --mode"
+        )
+    return Prediction(
+        **vars(collective),
         plan=plan,
         seconds=native.predict_plan(plan, model),
         limit=native.plan_limit(plan, model),
         step_seconds=native.predict_steps(plan, model),
-        algorithms=[row for row in rows if args.mode != _ROUNDS or row.name == _ROUNDS],
     )
 
 

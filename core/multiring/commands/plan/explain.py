@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from multiring import _core as native
-from multiring.commands.plan.report import Prediction, cluster_line, table, what_runs
+from multiring.commands.plan.report import Collective, cluster_line, table, what_runs
 from multiring.units import seconds_text, size_text
 
 __all__ = ["rows_as_json", "rows_as_text"]
 
 
-def rows_as_text(prediction: Prediction) -> str:
+def rows_as_text(collective: Collective, rows: Iterable[native.AlgorithmRow]) -> str:
     """The cluster, and a line for each algorithm, the quickest first; what does not run there comes last,
     with the reason.
     """
-    plan = prediction.plan
-    order = f", in {plan.order} order" if plan.adds else ""
+    order = f", in {collective.order} order" if collective.order else ""
     lines = [["mode", "hops", "by a rank", "predicted", ""]]
-    for row in _ordered(prediction):
+    for row in _ordered(rows):
         if row.excluded:
             lines.append([row.name, "-", "-", "-", row.excluded])
             continue
         costs = [str(row.hops), size_text(row.rank_bytes), seconds_text(row.seconds)]
         lines.append([row.name, *costs, "chosen" if row.is_chosen else ""])
     head = [
-        cluster_line(prediction),
-        what_runs(prediction) + order,
+        cluster_line(collective),
+        what_runs(collective) + order,
     ]
     return "\n".join([*head, "", *table(lines, left=(0, 4))])
 
 
-def rows_as_json(prediction: Prediction) -> list[dict[str, Any]]:
+def rows_as_json(rows: Iterable[native.AlgorithmRow]) -> list[dict[str, Any]]:
     """The same, in a form that JSON can hold. Bytes and seconds."""
     return [
         {"name": row.name, "excluded": row.excluded}
@@ -43,9 +43,9 @@ def rows_as_json(prediction: Prediction) -> list[dict[str, Any]]:
             "seconds": row.seconds,
             "is_chosen": row.is_chosen,
         }
-        for row in _ordered(prediction)
+        for row in _ordered(rows)
     ]
 
 
-def _ordered(prediction: Prediction) -> list[native.AlgorithmRow]:
-    return sorted(prediction.algorithms, key=lambda row: (bool(row.excluded), row.seconds))
+def _ordered(rows: Iterable[native.AlgorithmRow]) -> list[native.AlgorithmRow]:
+    return sorted(rows, key=lambda row: (bool(row.excluded), row.seconds))

@@ -9,39 +9,47 @@ from typing import Any
 from multiring import _core as native
 from multiring.units import rate_text, seconds_text, size_text
 
-__all__ = ["Prediction", "as_json", "as_text", "cluster_line", "table", "what_runs"]
+__all__ = ["Collective", "Prediction", "as_json", "as_text", "cluster_line", "table", "what_runs"]
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A plan on a described cluster.
+class Collective:
+    """A collective on a described cluster.
 
     Attributes:
         cluster: The hosts and their ranks.
         interfaces: Those of every host.
         host_links: What links the hosts: "switch", "ring" or "line".
+        name: "allreduce", "gather", ...
+        count: Number of elements of a rank's array.
         dtype: Name of the elements' type.
-        plan: The plan.
-        seconds: Predicted time.
-        limit: Time that bytes over bandwidth allow at best, in seconds.
-        step_seconds: Predicted time of each step if chunks go whole.
-        algorithms: All ways to run the collective, if they are asked for.
+        order: In which order it adds: "canonical" or "any"; "": it adds nothing.
     """
 
     cluster: native.Cluster
     interfaces: Sequence[native.Interface]
     host_links: str
+    name: str
+    count: int
     dtype: str
+    order: str
+
+
+@dataclass(frozen=True)
+class Prediction(Collective):
+    """A plan of it.
+
+    Attributes:
+        plan: The plan.
+        seconds: Predicted time.
+        limit: Time that bytes over bandwidth allow at best, in seconds.
+        step_seconds: Predicted time of each step if chunks go whole.
+    """
+
     plan: native.Plan
     seconds: float
     limit: float
     step_seconds: Sequence[float]
-    algorithms: Sequence[native.AlgorithmRow] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array that is reduced."""
-        return self.plan.count * self.plan.element_bytes
 
     @property
     def share_of_limit(self) -> float:
@@ -56,7 +64,7 @@ def as_text(prediction: Prediction) -> str:
         cluster_line(prediction),
         f"{what_runs(prediction)}, mode {plan.mode}",
     ]
-    if plan.adds:
+    if prediction.order:
         lines.append(f"order      {order_text(prediction)}")
     if plan.segments > 1:
         segment = size_text(plan.segment * plan.element_bytes)
@@ -115,7 +123,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "host_links": prediction.host_links,
         "dtype": prediction.dtype,
         "count": plan.count,
-        "bytes": prediction.nbytes,
+        "bytes": plan.count * plan.element_bytes,
         "mode": plan.mode,
         "order": plan.order,
         "aligned": prediction.cluster.aligned,
@@ -154,23 +162,24 @@ def _step_json(prediction: Prediction, index: int) -> dict[str, Any]:
     }
 
 
-def what_runs(prediction: Prediction) -> str:
-    """The collective, and on how many elements."""
-    elements = f"{size_text(prediction.nbytes)} ({prediction.plan.count:,} x {prediction.dtype})"
-    collective = prediction.plan.collective
-    return f"{collective} of {elements}" if collective != "allgather" else f"allgather that gives {elements}"
+def what_runs(collective: Collective) -> str:
+    """Its name, and on how many elements."""
+    nbytes = collective.count * native.dtype_size(collective.dtype)
+    elements = f"{size_text(nbytes)} ({collective.count:,} x {collective.dtype})"
+    from_each = " from each rank" if collective.name in ("allgather", "gather") else ""
+    return f"{collective.name} of {elements}{from_each}"
 
 
-def cluster_line(prediction: Prediction) -> str:
+def cluster_line(collective: Collective) -> str:
     """Hosts, ranks and interfaces."""
-    counts = [len(ranks) for ranks in prediction.cluster.ranks]
+    counts = [len(ranks) for ranks in collective.cluster.ranks]
     each = f"{counts[0]}" if len(set(counts)) == 1 else "+".join(map(str, counts))
     hosts = f"{len(counts)} host{'s' if len(counts) > 1 else ''} of {each} rank{'s' if each != '1' else ''}"
     if len(counts) == 1:
         return hosts
-    rates = ", ".join(rate_text(one.bytes_per_second) for one in prediction.interfaces)
-    links = "" if prediction.host_links == "switch" else f", {prediction.host_links} of cables"
-    return f"{hosts}{links}, interfaces: {rates}, {seconds_text(prediction.interfaces[0].latency)}"
+    rates = ", ".join(rate_text(one.bytes_per_second) for one in collective.interfaces)
+    links = "" if collective.host_links == "switch" else f", {collective.host_links} of cables"
+    return f"{hosts}{links}, interfaces: {rates}, {seconds_text(collective.interfaces[0].latency)}"
 
 
 def _rows(prediction: Prediction) -> list[list[str]]:
