@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,6 +121,30 @@ def test_an_exception_is_the_cause_and_its_rank_is_blamed(capfd: pytest.CaptureF
     assert 'raise KeyError("no such key")' in text
     assert "functions/rank.py" not in text
     assert "Error" not in capfd.readouterr().err, "it is shown once, by who called"
+
+
+def complain(seconds: float) -> None:
+    """Rank 0 tells of an error and goes on; rank 1 fails."""
+    comm = multiring.init()
+    if comm.rank == 0:
+        try:
+            raise OSError("a broken image")
+        except OSError:
+            traceback.print_exc()
+        comm.barrier()
+        time.sleep(seconds)
+    else:
+        comm.barrier()
+        raise ValueError("bad")
+
+
+def test_what_other_ranks_have_written_is_never_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError, match="rank 1 .* raised ValueError: bad"):
+        multiring.run(complain, (600,), np=2)
+    told = capfd.readouterr().err
+    assert told.count("[0] OSError: a broken image\n") == 1
+    assert 'raise OSError("a broken image")' in told
+    assert "bad" not in told
 
 
 def test_an_exception_that_cannot_be_unpickled_is_told_as_text() -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from multiring.commands.functions import memory, pickling
 from multiring.commands.functions.job import Order
 from multiring.commands.functions.launched import run_launcher
-from multiring.commands.functions.outcome import JobReport, Raised
+from multiring.commands.functions.outcome import JobReport, raised
 from multiring.commands.launcher.job import EXIT_TIMED_OUT
 from multiring.errors import MultiringError, RankError, TimeoutError, UsageError
 
@@ -184,8 +184,8 @@ def _raise_failure(report: JobReport, results: Sequence[int], timeout: float | N
 
 
 def _rank_error(report: JobReport, file: int) -> RankError:
-    outcome = None if memory.is_empty(file) else next(memory.read(file))
-    if not isinstance(outcome, Raised):
+    outcome = raised(file)
+    if outcome is None:
         return RankError("\n".join(report.lines), rank=report.rank, host=report.host)
     failed = RankError(f"{report.who} raised {outcome.what}", rank=report.rank, host=report.host)
     failed.__cause__ = outcome.exception()

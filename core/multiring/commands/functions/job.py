@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiring.commands.functions import memory
-from multiring.commands.functions.outcome import JobReport
+from multiring.commands.functions.outcome import JobReport, Raised, raised
 from multiring.commands.launcher import JobOptions, ProgramError
 from multiring.commands.launcher.job import finish_job, write
 from multiring.commands.launcher.report import who
@@ -87,10 +87,22 @@ def _run(order: Order, caller: socket.socket) -> JobReport:
         )
     except (UsageError, ProgramError) as error:
         return JobReport(getattr(error, "code", 2), wrong=str(error))
-    if end.failed is None or not end.failed.shown:
-        write(end.errors)
-        end.errors = ()
+    lines = list(end.lines)
+    if end.failed is not None and end.failed.is_shown:
+        outcome = _raised(order.results[end.failed.rank])
+        if outcome is None:
+            lines += end.error_lines()
+            end.errors, end.note = (), ""
+        elif end.errors and end.errors[-1][1].strip() == outcome.traceback.strip():
+            end.errors = end.errors[:-1]  # the caller raises it
+    write(end.error_lines())
     if end.failed is None:
-        return JobReport(end.code, tuple(end.lines))
+        return JobReport(end.code, tuple(lines))
     host = socket.gethostname()
-    return JobReport(end.code, (*end.lines, *end.errors), end.failed.rank, who(end.failed, host), host)
+    return JobReport(end.code, tuple(lines), end.failed.rank, who(end.failed, host), host)
+
+
+def _raised(file: int) -> Raised | None:
+    with contextlib.suppress(Exception):  # what a rank has returned may need modules that only ranks have
+        return raised(file)
+    return None

@@ -7,9 +7,9 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from multiring.commands.functions import pickling
+from multiring.commands.functions import memory, pickling
 
-__all__ = ["JobReport", "Raised", "RankTraceback", "Returned"]
+__all__ = ["JobReport", "Raised", "RankTraceback", "Returned", "raised"]
 
 
 class RankTraceback(Exception):
@@ -80,6 +80,12 @@ class JobReport:
     who: str = ""
     host: str = ""
     wrong: str = ""
+
+
+def raised(file: int) -> Raised | None:
+    """What a rank has raised, of the file for its result; None: it has raised nothing."""
+    outcome = None if memory.is_empty(file) else next(memory.read(file))
+    return outcome if isinstance(outcome, Raised) else None
 
 
 def _safely_pickled(error: BaseException) -> bytes | None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -16,7 +17,13 @@ from pathlib import Path
 
 from multiring import config, machine
 from multiring.commands.launcher.console.multiplexer import Multiplexer
-from multiring.commands.launcher.console.tracebacks import Tracebacks, fold, is_coloured, tagged_lines
+from multiring.commands.launcher.console.tracebacks import (
+    Tracebacks,
+    fold,
+    is_coloured,
+    rank_list,
+    tagged_lines,
+)
 from multiring.commands.launcher.descriptors import enough_descriptors
 from multiring.commands.launcher.directory import Guard, job_directory
 from multiring.commands.launcher.foreign_variables import torch_meeting
@@ -62,14 +69,23 @@ class JobEnd:
         lines: What there is to say about it.
         explained: Whether a rank's own error has said it already.
         failed: The rank that failed first; None: none did.
-        errors: The lines that show the exceptions with which ranks have ended.
+        errors: The different exceptions with which ranks have ended, and which ranks: that of `failed` last.
+        note: What to say of those that are left out; empty: none are.
+        tagged: Whether lines of ranks begin with their ranks.
     """
 
     code: int = 0
     lines: Sequence[str] = ()
     explained: bool = False
     failed: RankEnd | None = None
-    errors: Sequence[str] = ()
+    errors: Sequence[tuple[list[int], str]] = ()
+    note: str = ""
+    tagged: bool = True
+
+    def error_lines(self) -> list[str]:
+        """The lines that show `errors`."""
+        shown = tagged_lines(self.errors, coloured=is_coloured(2), tagged=self.tagged)
+        return [f"multiring: {self.note}", *shown] if self.note else shown
 
 
 def run_job(options: JobOptions) -> int:
@@ -82,7 +98,7 @@ def run_job(options: JobOptions) -> int:
     end = finish_job(options)
     lines = [] if end.explained else [f"multiring: {line}" for line in end.lines]
     # What a failure comes down to is its message, which comes last.
-    write([*lines, *end.errors] if end.failed else [*end.errors, *lines])
+    write([*lines, *end.error_lines()] if end.failed else [*end.error_lines(), *lines])
     return end.code
 
 
@@ -200,6 +216,7 @@ class _Job:
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
         # A lone rank without tags keeps the terminal itself, so that it looks as it does without us.
         self._piped = options.ranks > 1 or tagged or options.output_dir is not None
+        self._tagged = tagged
         self._tracebacks = Tracebacks()
         self._outputs = Multiplexer(
             selector,
@@ -234,7 +251,7 @@ class _Job:
         if failure is not None:
             raise failure
         end = self._judge(ends, time.monotonic() - began, machine.oom_kills() - oom_kills)
-        end.errors = self._errors(ends, end.failed)
+        self._add_errors(end, ends)
         if end.errors or (end.lines and not end.explained):
             self._outputs.finish_line()
         return end
@@ -267,18 +284,22 @@ class _Job:
     def _end_of(self, rank: RankProcess) -> RankEnd:
         by_launcher = rank in self._supervisor.ended_by_us
         tail, host = self._outputs.tail(rank.rank), self._options.slot(rank.rank).host
-        shown = "below" if rank.rank in self._tracebacks.texts() else ""
-        if self._tracebacks.is_written(rank.rank):
-            shown = "above"
-        return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, tail, host, shown=shown)
+        is_shown = self._tracebacks.holds(rank.rank)
+        return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, tail, host, is_shown=is_shown)
 
-    def _errors(self, ends: dict[int, RankEnd], culprit: RankEnd | None) -> list[str]:
-        """What is shown of the exceptions with which ranks have ended: not those that came of another one."""
-        texts = self._tracebacks.texts()
-        if culprit is not None and culprit.shown and not self._is_full:
-            texts = {rank: text for rank, text in texts.items() if not ends[rank].is_secondary}
-        folded = fold(texts, None if culprit is None else culprit.rank)
-        return tagged_lines(folded, is_coloured(2))
+    def _add_errors(self, end: JobEnd, ends: dict[int, RankEnd]) -> None:
+        """Adds the exceptions with which ranks have ended, without those that came of one that is shown."""
+        texts, culprit = self._tracebacks.texts(), end.failed
+        if culprit is not None and culprit.is_shown and not culprit.is_secondary and not self._is_full:
+            left_out = [rank for rank in texts if ends[rank].is_secondary]
+            texts = {rank: text for rank, text in texts.items() if rank not in left_out}
+            if left_out:
+                ranks = f"rank{'s' if len(left_out) > 1 else ''} {rank_list(left_out)}"
+                end.note = (
+                    f"what {ranks} raised because of it is left out; MULTIRING_TRACEBACK=full shows all"
+                )
+        end.errors = fold(texts, None if culprit is None else culprit.rank)
+        end.tagged = self._tagged
 
     def _judge(self, ends: dict[int, RankEnd], seconds: float, oom_kills: int) -> JobEnd:
         supervisor = self._supervisor
@@ -337,6 +358,12 @@ def say(lines: Sequence[str]) -> None:
 
 def write(lines: Sequence[str]) -> None:
     """Writes lines to stderr."""
-    text = "".join(f"{line}\n" for line in lines)
-    with contextlib.suppress(OSError):  # nobody listens
-        os.write(2, text.encode(errors="replace"))
+    left = memoryview("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+    writable = select.poll()
+    writable.register(2, select.POLLOUT)
+    with contextlib.suppress(OSError):  # the reader of stderr has closed it
+        while left:
+            try:
+                left = left[os.write(2, left) :]
+            except BlockingIOError:  # another process has made it so
+                writable.poll()

@@ -43,7 +43,7 @@ class RankEnd:
         stderr: The last lines of its stderr.
         host: Another host that it was on; empty: this one.
         why: What is known of the reason; empty: nothing else.
-        shown: Where the user sees its error, if not in the report: "above", or "below"; empty: nowhere else.
+        is_shown: Whether the exception that ended it is shown after the report.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class RankEnd:
     stderr: Sequence[str]
     host: str = ""
     why: str = ""
-    shown: str = ""
+    is_shown: bool = False
 
     @property
     def is_secondary(self) -> bool:
@@ -133,9 +133,7 @@ def failure_report(
         lines += [f"  {hint}"] if hint else []
     if by_ssh and culprit.host and culprit.code == _SSH_FAILED:
         lines.append(f"  perhaps ssh itself: does `ssh -o BatchMode=yes {culprit.host} true` work?")
-    if culprit.shown == "above":
-        lines.append(f"  its error is above, after [{culprit.rank}]")
-    elif culprit.stderr and not culprit.shown:
+    if culprit.stderr and not culprit.is_shown:
         lines.append(f"last lines of rank {culprit.rank}'s stderr:")
         lines += [f"  | {line}" for line in culprit.stderr]
     lines += _others(culprit, others)

@@ -189,6 +189,7 @@ class Supervisor:
         for rank in self._ranks:
             if not rank.look():
                 continue
+            self._outputs.rank_ended(rank.rank, rank.code, was_told=self._ending)
             if self._ending:
                 self.ended_by_us.append(rank)
             elif rank.code != 0:

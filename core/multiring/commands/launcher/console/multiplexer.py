@@ -7,7 +7,7 @@ import errno
 import os
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -31,6 +31,8 @@ _MAX_PENDING = 1 << 20
 
 # On a terminal a line without an end (a prompt, a bar) is shown after this many seconds.
 _SHOW_UNFINISHED = 0.05
+
+_FINISH_SECONDS = 1.0  # for which a reader that is slow is waited for at the end of a line
 
 
 class _Stream:
@@ -132,9 +134,7 @@ class Multiplexer:
                 self._put(stream, stream.splitter.take())
         if self._tracebacks is not None:
             for rank, lines in self._tracebacks.give_back():
-                stream = self._streams[rank, "stderr"]
-                for line in lines:
-                    stream.console.put(stream, rank, line)
+                self._show(rank, lines)
         sinks = {id(console.sink): console.sink for console in self._consoles.values()}
         for sink in sinks.values():
             sink.flush()
@@ -155,11 +155,19 @@ class Multiplexer:
                     self._take(stream, data)
                 self._close(stream)
 
+    def rank_ended(self, rank: int, code: int | None, *, was_told: bool) -> None:
+        """To be called when a rank has ended: a traceback that is held may have been none that ended it."""
+        if self._tracebacks is not None:
+            self._show(rank, self._tracebacks.end_of(rank, code, was_told=was_told))
+
     def finish_line(self) -> None:
         """Lets what the launcher itself writes to stderr begin on a line of its own."""
+        if self._tracebacks is not None:
+            for rank, begun in self._tracebacks.beginnings():
+                self._show(rank, [begun])
         console = self._consoles["stderr"]
         console.finish_line()
-        console.sink.flush()
+        console.sink.drain(_FINISH_SECONDS)
 
     def discard(self) -> None:
         """Throws away what has not been written yet."""
@@ -193,15 +201,23 @@ class Multiplexer:
     def _put(self, stream: _Stream, line: bytes) -> None:
         if line:
             stream.tail.add(line)
-            if self._tracebacks is not None and stream.is_stderr and self._tracebacks.take(stream.rank, line):
-                return
-            stream.console.put(stream, stream.rank, line)
+            if self._tracebacks is None:
+                stream.console.put(stream, stream.rank, line)
+            elif stream.is_stderr:
+                self._show(stream.rank, self._tracebacks.take(stream.rank, line))
+            else:
+                self._show(stream.rank, self._tracebacks.release(stream.rank))
+                stream.console.put(stream, stream.rank, line)
+
+    def _show(self, rank: int, lines: Sequence[bytes]) -> None:
+        """Writes lines of a rank's stderr."""
+        for line in lines:
+            stream = self._streams[rank, "stderr"]
+            stream.console.put(stream, rank, line)
 
     def _close(self, stream: _Stream) -> None:
         self._put(stream, stream.splitter.take())
         stream.is_open = stream.is_read = False
-        if self._tracebacks is not None and stream.is_stderr:
-            self._tracebacks.end_of(stream.rank)
         self._watch(stream.descriptor, selectors.EVENT_READ, False, lambda: None)
         os.close(stream.descriptor)
         if stream.file is not None:

@@ -9,6 +9,7 @@ import select
 import stat
 import struct
 import termios
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -103,6 +104,14 @@ class Sink:
                 self.pending.clear()
                 return
             del self.pending[:written]
+
+    def drain(self, seconds: float) -> None:
+        """Writes what is queued, and waits for a slow reader so long at most."""
+        deadline = time.monotonic() + seconds
+        self.flush()
+        while self.pending and (left := deadline - time.monotonic()) > 0:
+            self._poll.poll(1000 * left)
+            self.flush()
 
 
 class Console:

@@ -1,7 +1,7 @@
 """Tracebacks with which ranks end: held back, so that equal ones are shown once, and the message last.
 
-A traceback is held from its first line on, with all that its rank writes to stderr after it. If the rank goes
-on for a while, it was none that ended it: it is shown like other lines then.
+A traceback is held while the lines on stderr can belong to it. Whatever else its rank writes, or that the
+rank goes on, shows that it was none that ended it: it is written as it came then, before what follows.
 """
 
 from __future__ import annotations
@@ -9,30 +9,52 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Tracebacks", "fold", "is_coloured", "message_of", "rank_list", "tagged_lines"]
 
-_SECONDS = 1.5  # that a rank may take to exit
+_SECONDS = 1.0  # that a rank may take to exit
 _SECONDS_AFTER_END = 10.0  # that a job may take to end when a rank has
 _MAX_BYTES = 256 << 10
-_MAX_SHOWN = 4  # different errors
+_MAX_SHOWN = 4  # different tracebacks
 
-# torch.distributed begins each line with the rank. The second form is that of a SyntaxError.
+# torch.distributed begins each line with the rank.
 _PREFIX = re.compile(r"(?m)^\[rank\d+\]: ?")
+# A progress bar may be before it on its line. The last form is that of a SyntaxError.
 _FIRST_LINE = re.compile(
-    rb"(?:\[rank\d+\]: )?(?:Traceback \(most recent call last\):|  File \".*\", line \d+)\r?\n"
+    rb"(?P<before>.*?)(?P<first>(?:\[rank\d+\]: )?(?P<group>  \+ Exception Group )?"
+    rb"Traceback \(most recent call last\):\r?\n)"
+    rb"|(?P<syntax>(?:\[rank\d+\]: )?  File \".*\", line \d+\r?\n)",
+    re.DOTALL,
 )
-# What differs between ranks that have met the same error.
-_OWN = re.compile(r" \((?:raised|noticed) on rank \d+ on .*\)$|0x[0-9a-f]{6,}", re.MULTILINE)
+# What Python writes between the tracebacks of exceptions that belong together.
+_CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
+# What is before a traceback that does not end its process.
+_HANDLED = (b"Exception in thread", b"Exception ignored")
+_EXIT_CODES = (1, 130, -2)  # with which Python ends because of an exception, that of Ctrl-C included
+
+# What differs between ranks that have met the same error: where it was raised, and addresses of objects.
+_OWN = re.compile(
+    r" \((?:raised|noticed) on rank \d+ on .*\)$"
+    r"|(?<= at )0x[0-9a-f]+(?=>)"
+    r"|(?<=PeerLostError: )(?:rank \d+ stopped all ranks: )?rank \d+ on [^,:]+(?=[,:])",
+    re.MULTILINE,
+)
 
 
 @dataclass
 class _Held:
     until: float
+    before: bytes = b""  # on the line that it began on
     lines: list[bytes] = field(default_factory=list)
-    bytes: int = 0
+    size: int = 0
+    has_message: bool = False
+    is_chained: bool = False  # another traceback belongs to it
+
+    def add(self, line: bytes) -> None:
+        self.lines.append(line)
+        self.size += len(line)
 
     def text(self) -> str:
         return b"".join(self.lines).decode(errors="replace")
@@ -43,26 +65,52 @@ class Tracebacks:
 
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
-        self._given_back: set[int] = set()
+        self._last: dict[int, bytes] = {}  # line of stderr
+        self._verbatim: set[int] = set()  # ranks of which nothing is held any more
+        self._ended: set[int] = set()  # by an exception, as it seems
 
-    def take(self, rank: int, line: bytes) -> bool:
-        """Whether a line of stderr is held, or to be written."""
+    def take(self, rank: int, line: bytes) -> list[bytes]:
+        """Takes a line of stderr; returns those that are to be written now, in this order."""
+        last, self._last[rank] = self._last.get(rank, b""), _bare(line)
+        if rank in self._verbatim:
+            return [line]
         held = self._held.get(rank)
-        if held is None:
-            self._given_back.discard(rank)
-            if not _FIRST_LINE.fullmatch(line):
-                return False
-            held = self._held[rank] = _Held(time.monotonic() + _SECONDS)
-        held.lines.append(line)
-        held.bytes += len(line)
-        if held.bytes > _MAX_BYTES:
-            held.until = 0.0
-        return True
+        if held is not None and _continues(held, line):
+            held.add(line)
+            return self.release(rank) if held.size > _MAX_BYTES else []
+        written = self.release(rank)
+        found = _FIRST_LINE.fullmatch(line) if line.endswith(b"\n") else None
+        if found is None or last.startswith(_HANDLED):
+            return [*written, line]
+        seconds = _SECONDS_AFTER_END if rank in self._ended else _SECONDS
+        begun = self._held[rank] = _Held(time.monotonic() + seconds, found["before"] or b"")
+        begun.has_message = bool(found["group"])
+        begun.add(found["syntax"] or found["first"])
+        return written
 
-    def end_of(self, rank: int) -> None:
-        """To be called when a rank writes no more."""
+    def release(self, rank: int) -> list[bytes]:
+        """What is held of a rank, which is to be written now."""
+        held = self._held.pop(rank, None)
+        if held is None:
+            return []
+        first, *rest = held.lines
+        return [held.before + first, *rest]
+
+    def end_of(self, rank: int, code: int | None, *, was_told: bool = False) -> list[bytes]:
+        """To be called when a rank has ended; returns what is to be written now.
+
+        Args:
+            rank: The rank.
+            code: Its exit code.
+            was_told: Whether the launcher had told it to end, by a signal.
+        """
+        if code not in _EXIT_CODES and (code == 0 or not was_told):
+            self._verbatim.add(rank)
+            return self.release(rank)
+        self._ended.add(rank)
         if rank in self._held:
             self._held[rank].until = time.monotonic() + _SECONDS_AFTER_END
+        return []
 
     @property
     def next_deadline(self) -> float | None:
@@ -73,46 +121,85 @@ class Tracebacks:
         """What has been held for too long: rank and lines, which are to be written."""
         now = time.monotonic()
         for rank in [rank for rank, held in self._held.items() if held.until <= now]:
-            self._given_back.add(rank)
-            yield rank, self._held.pop(rank).lines
+            yield rank, self.release(rank)
 
-    def is_written(self, rank: int) -> bool:
-        """Whether the last that a rank has said is a traceback that was given back."""
-        return rank in self._given_back
+    def holds(self, rank: int) -> bool:
+        """Whether the last that a rank has written to stderr is a traceback that is held."""
+        return rank in self._held
+
+    def beginnings(self) -> Iterator[tuple[int, bytes]]:
+        """What is before tracebacks on the lines that they began on: by rank, to be written."""
+        for rank, held in self._held.items():
+            if held.before:
+                yield rank, held.before
+                held.before = b""
 
     def texts(self) -> dict[int, str]:
-        """What is held, by rank."""
+        """The tracebacks that are held, by rank."""
         return {
             rank: _PREFIX.sub("", held.text()).replace("\r\n", "\n").strip("\n")
             for rank, held in sorted(self._held.items())
         }
 
 
+def _bare(line: bytes) -> bytes:
+    return re.sub(rb"^\[rank\d+\]: ?", b"", line)
+
+
+def _continues(held: _Held, line: bytes) -> bool:
+    """Whether a line can belong to the traceback that is held."""
+    if not line.endswith(b"\n"):
+        return False
+    words = _bare(line)
+    if words.startswith(_CHAINED):
+        held.is_chained, held.has_message = True, False
+        return True
+    if words.startswith((b"Traceback ", b"  + Exception Group Traceback ")):
+        joined, held.is_chained = held.is_chained, False
+        held.has_message = words.startswith(b" ")
+        return joined
+    if words[:1] in (b" ", b"\r", b"\n"):
+        return True
+    first, held.has_message = not held.has_message, True
+    return first and not held.is_chained
+
+
 def fold(texts: Mapping[int, str], last: int | None = None) -> list[tuple[list[int], str]]:
     """The different errors and the ranks that raised each, the one of rank `last` at the end.
 
-    What only tells on which rank an error was raised is no difference, and left out where there are several.
+    Each is the text of the first of its ranks: what only tells on which rank an error was raised is no
+    difference.
     """
     groups: dict[str, list[int]] = {}
     for rank, text in texts.items():
         groups.setdefault(_OWN.sub("", text), []).append(rank)
-    folded = [(ranks, texts[ranks[0]] if len(ranks) == 1 else common) for common, ranks in groups.items()]
+    folded = [(ranks, texts[ranks[0]]) for ranks in groups.values()]
     return sorted(folded, key=lambda group: last in group[0])
 
 
-def tagged_lines(folded: Sequence[tuple[list[int], str]], coloured: bool) -> list[str]:
-    """The lines that show errors, each with its ranks before it; the messages in colour."""
+def tagged_lines(
+    folded: Sequence[tuple[Collection[int], str]], *, coloured: bool, tagged: bool = True
+) -> list[str]:
+    """The lines that show errors, messages in colour; where there are too many, of some the messages alone.
+
+    Args:
+        folded: The errors, with the ranks that raised each.
+        coloured: Whether colours are shown.
+        tagged: Whether lines begin with their ranks.
+    """
     lines = []
-    left_out = sum(len(ranks) for ranks, _ in folded[:-_MAX_SHOWN])
-    if left_out:
-        lines.append(f"multiring: {left_out} more ranks raised other errors; --output-dir keeps all of them")
-    for ranks, text in folded[-_MAX_SHOWN:]:
-        tag = f"[{rank_list(ranks)}]" if len(ranks) == 1 else f"[ranks {rank_list(ranks)}]"
+    short = len(folded) - _MAX_SHOWN
+    if short > 0:
+        what = f"of {short} of {len(folded)} different errors only the messages are shown"
+        lines.append(f"multiring: {what}; --output-dir keeps the tracebacks")
+    for index, (ranks, text) in enumerate(folded):
+        tag = f"[{rank_list(ranks)}] " if len(ranks) == 1 else f"[ranks {rank_list(ranks)}] "
         words = text.split("\n")
         begin = message_of(words)
-        for number, line in enumerate(words):
+        first = begin if index < short and begin < len(words) else 0
+        for number, line in enumerate(words[first:], first):
             shown = f"\x1b[1;31m{line}\x1b[0m" if coloured and number >= begin and line else line
-            lines.append(f"{tag} {shown}".rstrip())
+            lines.append(f"{tag}{shown}" if tagged else shown)
     return lines
 
 
@@ -123,7 +210,7 @@ def message_of(lines: Sequence[str]) -> int:
     return next((number for number in after if lines[number][:1] not in ("", " ")), len(lines))
 
 
-def rank_list(ranks: Sequence[int]) -> str:
+def rank_list(ranks: Collection[int]) -> str:
     """Ascending ranks, as "0-3, 7"."""
     runs: list[list[int]] = []
     for rank in ranks:
