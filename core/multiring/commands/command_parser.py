@@ -11,6 +11,7 @@ __all__ = ["CommandParser"]
 
 # What others call our options, and their values.
 _OPTIONS = {
+    "--np": "-np",
     "--nproc-per-node": "-np",
     "--num-proc": "-np",
     "--num-processes": "-np",
@@ -31,6 +32,7 @@ _OPTIONS = {
     "--log-dir": "--output-dir",
     "--num-workers": "--workers",
 }
+_OPTION_CUTOFF = 0.75  # of difflib: short options have the dashes in common
 _VALUES = {"pytorch": "torch", "keras": "tensorflow", "tf": "tensorflow", "chainermn": "chainer"}
 
 
@@ -70,7 +72,7 @@ class CommandParser(argparse.ArgumentParser):
         for ours in (written, _OPTIONS.get(written, "")):
             if ours in have:
                 return ours
-        return _nearest(written, [each for each in have if each.startswith("--")])
+        return _nearest(written, [each for each in have if each.startswith("--")], _OPTION_CUTOFF)
 
 
 def _nearest_value(value: Any, choices: Sequence[Any]) -> str:
@@ -82,8 +84,8 @@ def _nearest_value(value: Any, choices: Sequence[Any]) -> str:
     return _nearest(str(value).lower(), map(str, choices))
 
 
-def _nearest(word: str, words: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(word, list(words), n=1)), "")
+def _nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
+    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)), "")
 
 
 def _question(meant: str) -> str:

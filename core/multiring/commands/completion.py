@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
+import warnings
 
 from multiring.commands.command_parser import CommandParser
 from multiring.commands.table import COMMANDS
@@ -54,10 +56,12 @@ def whole_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         parser = commands.add_parser(name, help=command.help)
         try:
-            module = importlib.import_module(command.module)
-        except ImportError:
+            with warnings.catch_warnings(action="ignore"):  # of what frameworks import: not about completion
+                importlib.import_module(command.module).add_arguments(parser)
+        except Exception as error:  # a framework that is broken, say: the others have theirs nevertheless
+            if not isinstance(error, ImportError):
+                print(f"multiring completion: {name} has no options: {error}", file=sys.stderr)
             continue
-        module.add_arguments(parser)
         _list_choices(parser)
     return whole
 

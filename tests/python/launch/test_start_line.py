@@ -32,10 +32,18 @@ def line(ranks: int, hosts: str, cores: str, between: str) -> str:
 
 
 def test_rank_0_says_once_what_job_this_is() -> None:
-    ranks = 2 * len(os.sched_getaffinity(0))
-    told = run_job(ranks, SCRIPT, launcher_args=["--no-tag-output"], code=0).stderr
+    """And that ranks outnumber cores: on two of this host, however many it has."""
+    allowed = os.sched_getaffinity(0)
+    some = sorted(allowed)[:2]
+    ranks = 2 * len(some)
+    cores = min(len(some), max(1.0, machine.cpu_quota() or len(some))) / ranks
+    try:
+        os.sched_setaffinity(0, some)
+        told = run_job(ranks, SCRIPT, launcher_args=["--no-tag-output"], code=0).stderr
+    finally:
+        os.sched_setaffinity(0, allowed)
     assert re.fullmatch(
-        line(ranks, "1 host", "0.5 cores", "shared memory") + SHARE.format(ranks) + ".*\n", told
+        line(ranks, "1 host", f"{cores:.3g} cores", "shared memory") + SHARE.format(ranks) + ".*\n", told
     )
     assert run_job(2, SCRIPT, env={"MULTIRING_QUIET": "1"}, code=0).stderr == ""
 
@@ -57,6 +65,11 @@ def test_a_rank_alone_says_so_and_warns_where_others_were_meant() -> None:
     assert re.fullmatch(
         f"multiring: {alone}multiring: warning: .* alone, although WORLD_SIZE is 4: .*\n", told
     )
+    for variables in ({"SLURM_NTASKS": "8"}, {}):  # the launcher sets MASTER_ADDR
+        told = run_job(1, script, env=variables, code=0).stderr
+        assert re.fullmatch("multiring: version .*; 1 rank, .* for each rank\n", told)
+    one_of_torchrun = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}
+    assert "alone" not in run_python(script, one_of_torchrun).stderr
     level = {"MULTIRING_LOG_LEVEL": "error", "WORLD_SIZE": "4"}
     assert run_python(script, level).stderr == ""
 
@@ -68,6 +81,9 @@ def test_a_rank_alone_says_so_and_warns_where_others_were_meant() -> None:
         ({0, 1}, {0, 1, 2, 3}, None, 2, 2.0),  # bound to equal shares
         ({0, 1}, {0, 1, 2, 3}, None, 8, 0.5),  # bound to a NUMA node that others have as well
         ({0, 1}, set(), None, 1, 2.0),  # no launcher
+        ({0, 1}, set(), None, 4, 2.0),  # bound by a launcher of another user
+        ({0, 1}, set(), 3.0, 4, 0.75),  # in a container that has less
+        ({0, 1, 2, 3}, set(), None, 8, 0.5),  # not bound, and the launcher is another user's
         ({0, 1, 2, 3}, {0, 1, 2, 3}, 1.5, 3, 0.5),  # a container that has less
     ],
 )
@@ -80,6 +96,7 @@ def test_cores_for_each_rank(
     cores: float,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: own)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(start_line, "_launcher_cpus", lambda: launcher)
     monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
     assert start_line.cores_for_each_rank(ranks) == cores

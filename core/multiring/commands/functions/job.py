@@ -21,6 +21,7 @@ from typing import Any
 from multiring.commands.functions import memory
 from multiring.commands.functions.outcome import JobReport, Raised, raised
 from multiring.commands.launcher import JobOptions, ProgramError
+from multiring.commands.launcher.console.tracebacks import encoded
 from multiring.commands.launcher.job import finish_job, write
 from multiring.commands.launcher.report import who
 from multiring.errors import UsageError
@@ -91,7 +92,7 @@ def _run(order: Order, caller: socket.socket) -> JobReport:
     if end.failed is not None and end.failed.is_shown:
         outcome = _raised(order.results[end.failed.rank])
         if outcome is None:
-            lines += end.error_lines()
+            lines += [encoded(line).decode(errors="replace") for line in end.error_lines()]
             end.errors, end.note = (), ""
         elif end.errors and end.errors[-1][1].strip() == outcome.traceback.strip():
             end.errors = end.errors[:-1]  # the caller raises it

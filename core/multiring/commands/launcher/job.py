@@ -19,6 +19,7 @@ from multiring import config, machine
 from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.console.tracebacks import (
     Tracebacks,
+    encoded,
     fold,
     is_coloured,
     rank_list,
@@ -240,6 +241,9 @@ class _Job:
             if failure is not None:
                 self._supervisor.end(Outcome.FAILED)
             self._supervisor.run(self._options.timeout)
+        except BaseException:
+            self._outputs.show_held()
+            raise
         finally:
             # Only an error of ours comes here with ranks still running.
             for rank in self._ranks:
@@ -249,6 +253,7 @@ class _Job:
             for rank in self._ranks:
                 rank.release()
         if failure is not None:
+            self._outputs.show_held()
             raise failure
         end = self._judge(ends, time.monotonic() - began, machine.oom_kills() - oom_kills)
         self._add_errors(end, ends)
@@ -358,7 +363,7 @@ def say(lines: Sequence[str]) -> None:
 
 def write(lines: Sequence[str]) -> None:
     """Writes lines to stderr."""
-    left = memoryview("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+    left = memoryview(b"".join(encoded(line) + b"\n" for line in lines))
     writable = select.poll()
     writable.register(2, select.POLLOUT)
     with contextlib.suppress(OSError):  # the reader of stderr has closed it

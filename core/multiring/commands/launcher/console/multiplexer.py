@@ -160,6 +160,13 @@ class Multiplexer:
         if self._tracebacks is not None:
             self._show(rank, self._tracebacks.end_of(rank, code, was_told=was_told))
 
+    def show_held(self) -> None:
+        """Writes what is held, as no other will show it."""
+        if self._tracebacks is not None:
+            for rank in self._tracebacks.texts():
+                self._show(rank, self._tracebacks.release(rank))
+            self._consoles["stderr"].sink.drain(_FINISH_SECONDS)
+
     def finish_line(self) -> None:
         """Lets what the launcher itself writes to stderr begin on a line of its own."""
         if self._tracebacks is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Tracebacks", "fold", "is_coloured", "message_of", "rank_list", "tagged_lines"]
+__all__ = ["Tracebacks", "encoded", "fold", "is_coloured", "message_of", "rank_list", "tagged_lines"]
 
 _SECONDS = 1.0  # that a rank may take to exit
 _SECONDS_AFTER_END = 10.0  # that a job may take to end when a rank has
@@ -57,7 +57,7 @@ class _Held:
         self.size += len(line)
 
     def text(self) -> str:
-        return b"".join(self.lines).decode(errors="replace")
+        return b"".join(self.lines).decode(errors="surrogateescape")
 
 
 class Tracebacks:
@@ -135,11 +135,19 @@ class Tracebacks:
                 held.before = b""
 
     def texts(self) -> dict[int, str]:
-        """The tracebacks that are held, by rank."""
+        """The tracebacks that are held, by rank; bytes that are not UTF-8 as `encoded` takes them."""
         return {
             rank: _PREFIX.sub("", held.text()).replace("\r\n", "\n").strip("\n")
             for rank, held in sorted(self._held.items())
         }
+
+
+def encoded(line: str) -> bytes:
+    """The bytes of a line of a rank, or of the launcher itself."""
+    try:
+        return line.encode(errors="surrogateescape")
+    except UnicodeEncodeError:  # of the launcher, about a name that is no text
+        return line.encode(errors="replace")
 
 
 def _bare(line: bytes) -> bytes:

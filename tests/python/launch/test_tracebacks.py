@@ -1,0 +1,227 @@
+"""How tracebacks are held back, given back and folded, without a job."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from pathlib import Path
+
+import pytest
+
+from multiring.commands.launcher.console.multiplexer import Multiplexer
+from multiring.commands.launcher.console.tracebacks import Tracebacks, encoded, fold, tagged_lines
+
+TEXT = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nValueError: bad\n  worse'
+
+
+def test_equal_errors_are_folded_and_the_culprits_comes_last() -> None:
+    mine = "{}: {} (raised on rank {} on host7, in barrier)"
+    folded = fold({0: TEXT, 1: mine.format("A", "b", 1), 2: TEXT, 3: TEXT, 4: mine.format("A", "b", 4)}, 2)
+    assert folded == [([1, 4], mine.format("A", "b", 1)), ([0, 2, 3], TEXT)]
+    assert fold({1: mine.format("A", "b", 1)}) == [([1], mine.format("A", "b", 1))]
+    lines = tagged_lines(folded, coloured=True)
+    assert lines[1] == "[ranks 0, 2-3] Traceback (most recent call last):"
+    assert lines[-2:] == [
+        "[ranks 0, 2-3] \x1b[1;31mValueError: bad\x1b[0m",
+        "[ranks 0, 2-3] \x1b[1;31m  worse\x1b[0m",
+    ]
+    assert tagged_lines([([1], TEXT)], coloured=False, tagged=False) == TEXT.split("\n")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("E: <a.B object at 0x7f0011>", "E: <a.B object at 0x7fee11>", True),
+        ("E: bad magic 0xdeadbeef", "E: bad magic 0xcafebabe", False),
+        ("E: expected 3", "E: expected 4", False),
+        (
+            "E: loss (noticed on rank 0 on a, in barrier)",
+            "E: loss (noticed on rank 1 on b, in barrier)",
+            True,
+        ),
+        (
+            "PeerLostError: rank 2 on a, in a: no rank 1",
+            "PeerLostError: rank 2 stopped all ranks: rank 2 on a, in a: no rank 1 (noticed on rank 0 on b)",
+            True,
+        ),
+    ],
+)
+def test_which_errors_are_equal(one: str, other: str, is_same: bool) -> None:
+    folded = fold({0: one, 1: other})
+    assert folded == ([([0, 1], one)] if is_same else [([0], one), ([1], other)])
+
+
+def test_of_many_errors_each_message_is_shown() -> None:
+    text = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nE: {0}\nmore {0}'
+    many = tagged_lines(fold({rank: text.format(rank) for rank in range(9)}, 3), coloured=False)
+    assert many[0] == (
+        "multiring: of 5 of 9 different errors only the messages are shown; --output-dir keeps the tracebacks"
+    )
+    assert many[1:5] == ["[0] E: 0", "[0] more 0", "[1] E: 1", "[1] more 1"]
+    assert many[-4:] == [
+        "[3] Traceback (most recent call last):",
+        '[3]   File "a.py", line 1, in f',
+        "[3] E: 3",
+        "[3] more 3",
+    ]
+    assert all(f"[{rank}] more {rank}" in many for rank in range(9))
+
+
+def whole(text: str) -> list[bytes]:
+    return text.encode().splitlines(keepends=True)
+
+
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "a.py", line 1, in <module>
+  | ExceptionGroup: all (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | ValueError: bad
+    +------------------------------------
+"""
+CHAIN = """Traceback (most recent call last):
+  File "a.py", line 1, in f
+KeyError: 1
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 2, in f
+ValueError: bad
+"""
+SYNTAX = """  File "a.py", line 2
+    def f(:
+          ^
+SyntaxError: invalid syntax
+"""
+TORCH = "".join(f"[rank0]: {line}\n" for line in TEXT.splitlines())
+
+
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+@pytest.mark.parametrize("text", [TEXT + "\n", GROUP, CHAIN, CHAIN + CAUSE + GROUP, SYNTAX, TORCH])
+def test_a_traceback_is_held_whole_and_any_other_line_gives_it_back(text: str) -> None:
+    lines = whole(text)
+    for following in (b"and this\n", b"a prompt? ", b" 10%\r", b"Exception in thread A\n"):
+        held = Tracebacks()
+        assert held.take(0, b"some line\n") == [b"some line\n"]
+        assert not any(held.take(0, line) for line in lines)
+        assert held.texts() == {0: text.replace("[rank0]: ", "").strip("\n")}
+        assert held.take(0, following) == [*lines, following]
+        assert not held.holds(0)
+        assert held.next_deadline is None
+    assert not any(held.take(1, line) for line in lines)
+    assert not any(held.take(2, line) for line in lines)
+    first = "Traceback (most recent call last):"
+    assert held.take(2, first.encode() + b"\n") == lines, "another one begins, which is held in turn"
+    assert held.texts()[2] == first
+
+
+def test_what_does_not_end_its_rank_is_not_held() -> None:
+    held = Tracebacks()
+    for header in (b"Exception in thread Thread-1 (f):\n", b"Exception ignored in: <function f>\n"):
+        lines = [header, *whole(TEXT)[:-1]]
+        assert [shown for line in lines for shown in held.take(0, line)] == lines
+    lines = whole(CHAIN)
+    for code, was_told in ((0, False), (0, True), (-9, False), (3, False)):
+        held = Tracebacks()
+        assert not any(held.take(0, line) for line in lines)
+        assert held.end_of(0, code, was_told=was_told) == lines
+        assert held.take(0, lines[0]) == [lines[0]], "what it has started is not held"
+    for code, was_told in ((1, False), (-15, True)):
+        held = Tracebacks()
+        assert not any(held.take(1, line) for line in lines)
+        assert held.end_of(1, code, was_told=was_told) == []
+        assert held.holds(1)
+    held = Tracebacks()
+    first, *rest = lines
+    shown = [*held.take(0, first), *(line for _ in range(9999) for line in held.take(0, b" " * 99 + b"\n"))]
+    assert shown[0] == first, "as much as is too much is given back"
+    assert rest
+
+
+def test_a_bar_before_a_traceback_is_shown_as_it_was() -> None:
+    first, *rest = whole(CHAIN)
+    held = Tracebacks()
+    assert not any(held.take(0, line) for line in (b" 20%|## |" + first, *rest))
+    assert held.texts() == {0: CHAIN.strip("\n")}
+    assert held.take(0, b"next\n") == [b" 20%|## |" + first, *rest, b"next\n"]
+    assert not held.take(0, b" 40%|#### |" + first)
+    assert list(held.beginnings()) == [(0, b" 40%|#### |")]
+    assert held.release(0) == [first], "each once"
+
+
+def test_bytes_of_an_error_are_kept() -> None:
+    held = Tracebacks()
+    lines = [b"Traceback (most recent call last):\n", b"ValueError: \xff\xc3\xa9\n"]
+    assert not any(held.take(0, line) for line in lines)
+    shown = tagged_lines(fold(held.texts()), coloured=False, tagged=False)
+    assert [encoded(line) + b"\n" for line in shown] == lines
+    assert encoded("\ud800") == b"?"
+
+
+class Screen:
+    """A multiplexer of one rank, its pipes, and the file to which it writes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "screen"
+        self.tracebacks = Tracebacks()
+        self._selector = selectors.PollSelector()
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT)
+        self.outputs = Multiplexer(
+            self._selector,
+            tagged=True,
+            directory=None,
+            warn=print,
+            tracebacks=self.tracebacks,
+            descriptors=(self._file, self._file),
+        )
+        self._pipes = {}
+        for name in ("stdout", "stderr"):
+            reading, self._pipes[name] = os.pipe()
+            self.outputs.add(0, name, reading)
+
+    def write(self, name: str, text: str) -> None:
+        os.write(self._pipes[name], text.encode())
+        self.outputs.before_wait()
+        for key, _ in self._selector.select(0):
+            key.data()
+        self.outputs.before_wait()
+
+    def close(self) -> str:
+        """Returns what is to be seen."""
+        for descriptor in self._pipes.values():
+            os.close(descriptor)
+        self.outputs.end()
+        self.outputs.finish_line()
+        self._selector.close()
+        os.close(self._file)
+        return self.path.read_text()
+
+
+def test_lines_of_a_rank_are_shown_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(tmp_path)
+    shown = []
+    for step in range(3):
+        screen.write("stderr", CHAIN)
+        screen.write("stdout", f"step {step}\n")
+        shown += [*CHAIN.splitlines(), f"step {step}"]
+    screen.write("stderr", CHAIN)
+    assert screen.tracebacks.holds(0)
+    before = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: before() + 1.0)
+    screen.outputs.before_wait()  # the rank has gone on for a second
+    assert not screen.tracebacks.holds(0)
+    screen.write("stderr", "bar" + CHAIN)
+    screen.outputs.rank_ended(0, 1, was_told=False)
+    assert screen.tracebacks.texts() == {0: CHAIN.strip("\n")}
+    shown += [*CHAIN.splitlines(), "bar"]
+    assert screen.close() == "".join(f"[0] {line}\n" for line in shown)
+
+
+def test_what_is_held_is_shown_where_the_job_cannot_go_on(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.write("stderr", CHAIN)
+    screen.outputs.show_held()
+    assert screen.close() == "".join(f"[0] {line}\n" for line in CHAIN.splitlines())
