@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -9,7 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from multiring import machine
+from multiring.errors import UsageError
 from multiring.log import announce
+from multiring.rendezvous import launch_environment
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
@@ -43,7 +46,8 @@ def say_start(comm: Communicator, settings: Settings, *, by_mpi: bool) -> None:
 
     cores = cores_for_each_rank(comm.local_size)
     ranks, hosts = _count(comm.size, "rank"), _count(comm.cross_size, "host")
-    places = f"{ranks} on {hosts}" if comm.size > 1 else _alone(os.environ)
+    launcher = _launcher()
+    places = f"{ranks} on {hosts}" if comm.size > 1 else _alone(launcher)
     parts = [f"version {__version__}", f"{places}, {_cores_text(cores)} for each rank"]
     if comm.size > 1:
         parts.append(_transport(comm, by_mpi))
@@ -56,7 +60,7 @@ def say_start(comm: Communicator, settings: Settings, *, by_mpi: bool) -> None:
             "start at most %s on this host, or give it more cores",
             *(comm.local_size, _count(most, "core"), comm.host, _count(most, "rank")),
         )
-    if comm.size == 1 and (sign := looks_distributed(os.environ)):
+    if comm.size == 1 and launcher == "none" and (sign := looks_distributed(os.environ)):
         _log.warning(
             "this process trains alone, although %s: it was started by no launcher that multiring knows, so "
             "nothing is reduced over ranks. Start it by `multiring run -np 2 %s`, torchrun, mpirun or srun",
@@ -68,8 +72,11 @@ def cores_for_each_rank(local_size: int) -> float:
     """How many cores each rank of this host has; less than 1: they take turns.
 
     A rank may be bound to its share, or see what all of its host have: that is what the launcher may use.
+    Where that is unknown, as of a launcher of another user, a rank that may not use all of its host is bound.
     """
     own, allowed = os.sched_getaffinity(0), _launcher_cpus()
+    if not allowed and len(own) < (os.cpu_count() or 1):
+        return min(float(len(own)), _quota() / local_size)
     total = min(len(own | allowed), _quota())
     return min(float(len(own)), total / local_size)
 
@@ -107,10 +114,17 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def _alone(environ: Mapping[str, str]) -> str:
+def _launcher() -> str:
+    """What has started this process, as `Placement` has it; "unknown" where its variables make no sense."""
+    with contextlib.suppress(UsageError):  # a communicator of MPI was given, which needs none of them
+        return launch_environment.detect().launcher
+    return "unknown"
+
+
+def _alone(launcher: str) -> str:
     """How to call a world of one rank."""
-    started = any(name in environ for name in _RANK_VARIABLES)
-    return "1 rank" if started else f"1 rank (no launcher; `multiring run -np 2 {_program()}` starts two)"
+    advice = f" (no launcher; `multiring run -np 2 {_program()}` starts two)"
+    return f"1 rank{advice if launcher == 'none' else ''}"
 
 
 def _program() -> str:

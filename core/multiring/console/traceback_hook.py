@@ -10,6 +10,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from multiring.errors import MultiringError
+
 __all__ = ["install_hook", "traceback_text"]
 
 _PACKAGE = "multiring"
@@ -30,7 +32,9 @@ def traceback_text(error: BaseException, frames: TracebackType | None, *, full: 
     shown = traceback.TracebackException(type(error), error, frames)
     if not full:
         _shorten(shown, error, frames)
-    return "".join(shown.format()).rstrip("\n") + _suggestion(error, frames) + "\n"
+    if meant := _suggestion(error, frames):
+        shown._str += meant  # type: ignore[attr-defined]  # before notes, which `format` adds
+    return "".join(shown.format()).rstrip("\n") + "\n"
 
 
 def _show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -74,14 +78,18 @@ class _Stack(traceback.StackSummary):
 
 
 def _shorten(shown: traceback.TracebackException, error: BaseException, frames: TracebackType | None) -> None:
+    """Leaves out frames of multiring where its own error says what was wrong; else they may."""
     ours = [_is_ours(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(frames)]
-    if any(ours) and not all(ours) and len(ours) == len(shown.stack):
+    if isinstance(error, MultiringError) and any(ours) and not all(ours) and len(ours) == len(shown.stack):
         stack = _Stack(each for each, own in zip(shown.stack, ours, strict=True) if not own)
         stack.hidden = sum(ours)
         shown.stack = stack
     for part, cause in ((shown.__cause__, error.__cause__), (shown.__context__, error.__context__)):
         if part is not None and cause is not None:
             _shorten(part, cause, cause.__traceback__)
+    if isinstance(error, BaseExceptionGroup):
+        for each, inner in zip(shown.exceptions or (), error.exceptions, strict=False):
+            _shorten(each, inner, inner.__traceback__)
 
 
 def _is_ours(module: object) -> bool:
