@@ -17,10 +17,8 @@ from multiring.errors import UsageError
 from multiring.models.training import outputs
 from multiring.models.training.options import TrainOptions
 
-__all__ = ["WARM_UP_STEPS", "comparison", "measure_one_rank"]
+__all__ = ["comparison", "measure_one_rank"]
 
-WARM_UP_STEPS = 5
-"""First steps, which are not measured: they compile, and fill caches."""
 _STEPS = 20
 
 

@@ -22,8 +22,7 @@ from multiring.models.trainers.recipe import Recipe
 from multiring.models.trainers.trainer import Sums, Trainer
 from multiring.models.training import checkpoint
 from multiring.models.training.checkpoint import Checkpoint
-from multiring.models.training.comparison import WARM_UP_STEPS
-from multiring.models.training.options import ResolvedOptions, TrainOptions
+from multiring.models.training.options import WARM_UP_STEPS, ResolvedOptions, TrainOptions
 from multiring.models.training.outputs import Outputs
 
 __all__ = ["Driver", "Job", "Result"]
@@ -298,13 +297,23 @@ def check_identity(expected: dict[str, Any], state: Checkpoint, *, extend: bool 
     Args:
         expected: The job's.
         state: The checkpoint.
-        extend: Whether the number of epochs may differ.
+        extend: Whether the number of epochs may be larger.
 
     Raises:
-        CheckpointError: Something differs; names it with both values.
+        CheckpointError: Something differs; names it with both values. Or the checkpoint is beyond the end.
     """
     if _differs_in_length_alone(expected, state.config):
         recipe, before = expected["recipe"], state.config["recipe"]
+        if recipe["total_steps"] < state.step:
+            raise CheckpointError(
+                f"--epochs makes the training one of {recipe['total_steps']} steps, and the checkpoint is of "
+                f"step {state.step}: give more epochs to go on, or another --output-dir to start afresh"
+            )
+        if extend and recipe["total_steps"] <= before["total_steps"]:
+            raise CheckpointError(
+                f"--extend asks for a longer training, and --epochs makes it {recipe['total_steps']} steps; "
+                f"it had {before['total_steps']} before. Give more --epochs"
+            )
         if extend or recipe["decay"] == "constant":  # no rate depends on the length
             return
         raise CheckpointError(

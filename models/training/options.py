@@ -13,7 +13,7 @@ from multiring.models.nets.resnet_spec import DEPTHS, Stem
 from multiring.models.trainers.recipe import Decay
 from multiring.models.training.recipes import RECIPES
 
-__all__ = ["ResolvedOptions", "TrainOptions", "add_arguments"]
+__all__ = ["WARM_UP_STEPS", "ResolvedOptions", "TrainOptions", "add_arguments"]
 
 
 POSITIVE = (
@@ -22,6 +22,9 @@ POSITIVE = (
 )
 NOT_NEGATIVE = ("seed", "eval_every", "checkpoint_every", "verify_every", "workers", "warmup_epochs")
 
+
+WARM_UP_STEPS = 5
+"""First steps, which are not measured: they compile, and fill caches."""
 
 # The options as --help shows them.
 GROUPS = {
@@ -124,8 +127,8 @@ class TrainOptions:
     )
     extend: bool = _option(
         False,
-        "with --resume: go on although --epochs is another number than before; the learning rates of the new "
-        "number hold from here on",
+        "with --resume: go on although --epochs is a larger number than before; the learning rates of the "
+        "new number hold from here on",
         action="store_true",
     )
     overwrite: bool = _switch(False, "replace the results of an earlier run in --output-dir")
@@ -159,6 +162,7 @@ class TrainOptions:
                 raise UsageError(f"{_flag(name)} must not be negative, but is {value}")
         if self.batch_size is not None and self.global_batch is not None:
             raise UsageError("--batch-size (per rank) and --global-batch (over all ranks) exclude each other")
+        self._check_compare()
         if self.extend and self.resume is None:
             raise UsageError("--extend goes on with an earlier training; say which one by --resume")
         if self.data is None:
@@ -168,6 +172,19 @@ class TrainOptions:
                     "train/<class>/ and val/<class>/, or --data digits for a trial"
                 )
             object.__setattr__(self, "data", "digits")
+
+    def _check_compare(self) -> None:
+        if not self.compare:
+            return
+        if self.dry_run:
+            raise UsageError(
+                "--compare measures a training, and --dry-run trains nothing: give one of the two"
+            )
+        if self.limit_steps is not None and self.limit_steps <= WARM_UP_STEPS:
+            raise UsageError(
+                f"--compare leaves the first {WARM_UP_STEPS} steps out: --limit-steps must be more, not "
+                f"{self.limit_steps}"
+            )
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> TrainOptions:

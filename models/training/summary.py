@@ -8,6 +8,7 @@ from typing import Any
 from multiring.models.training import outputs
 from multiring.models.training.comparison import comparison
 from multiring.models.training.driver import Job, Result
+from multiring.models.training.options import WARM_UP_STEPS
 from multiring.models.training.outputs import DirectoryOutputs
 
 __all__ = ["describe", "summarise"]
@@ -41,7 +42,9 @@ def summarise(job: Job, result: Result, seconds: float, written: DirectoryOutput
     one_rank = job.options.one_rank_speed
     compared: dict[str, Any] = {}
     gain = efficiency = ""
-    if one_rank and result.steady_speed:
+    if one_rank is not None and not (one_rank and result.steady_speed):
+        lines["speed-up"] = f"not measured: fewer than {WARM_UP_STEPS + 1} steps"
+    elif one_rank is not None:
         compared = comparison(result.steady_speed, one_rank, job.comm.size)
         gain = f"{compared['speed_up']:.2f} times one rank"
         efficiency = f"efficiency {100 * compared['efficiency']:.0f} %"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from multiring.errors import UsageError
 from multiring.models import train
 from multiring.models.errors import CheckpointError, DivergenceError
 from multiring.models.training import checkpoint
-from multiring.models.training.driver import Result
+from multiring.models.training.checkpoint import Checkpoint
+from multiring.models.training.driver import Result, check_identity
 from multiring.models.training.options import GROUPS, TrainOptions, add_arguments
 from multiring.models.training.report import read_metrics
 from tests.support import parsed
@@ -50,6 +52,8 @@ def test_a_relaunch_passes_on_every_option(changes: dict[str, Any]) -> None:
     ("words", "code", "told"),
     [
         ("--extend", 2, "--extend goes on with an earlier training"),
+        ("--compare --np=2 --dry-run", 2, "--compare measures a training, and --dry-run trains nothing"),
+        ("--compare --np=2 --limit-steps=5", 2, "--limit-steps must be more, not 5"),
         ("--epochs=0", 2, "--epochs must be at least 1, not 0"),
         ("--seed=-1", 2, "--seed must not be negative, but is -1"),
         ("--batch-size=2 --global-batch=8", 2, "exclude each other"),
@@ -161,6 +165,34 @@ def test_a_training_goes_on_for_longer_where_that_is_asked_for(comm: Communicato
         run(comm, tmp_path / "cosine", *longer, "--extend", "--seed=1")
     run(comm, tmp_path / "constant", "--epochs=2", "--limit-steps=2", "--decay=constant")
     assert run(comm, tmp_path / "constant", *longer, "--decay=constant").steps == 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "extend", "told"),
+    [
+        (40, False, "--epochs makes the training one of 40 steps, and the checkpoint is of step 46"),
+        (40, True, "--epochs makes the training one of 40 steps, and the checkpoint is of step 46"),
+        (50, True, "--extend asks for a longer training, .* had 60 before"),
+        (50, False, ""),
+        (70, True, ""),
+        (70, False, ""),
+    ],
+)
+def test_a_training_does_not_end_before_its_checkpoint(steps: int, extend: bool, told: str) -> None:
+    def config(total_steps: int) -> dict[str, Any]:
+        return {"seed": 0, "recipe": {"total_steps": total_steps, "decay": "constant"}}
+
+    state = Checkpoint(46, 2, config(60), {}, progress={})
+    with pytest.raises(CheckpointError, match=told) if told else contextlib.nullcontext():
+        check_identity(config(steps), state, extend=extend)
+
+
+def test_a_speed_that_is_not_measured_is_told(
+    comm: Communicator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(comm, tmp_path, "--limit-steps=5", "--one-rank-speed=9", "--eval-every=0", "--checkpoint-every=0")
+    assert "speed-up   not measured: fewer than 6 steps\n" in capsys.readouterr().out
+    assert "speed_up" not in json.loads((tmp_path / "summary.json").read_text())
 
 
 def test_help_has_each_option_in_one_group_and_what_holds_without_it() -> None:
