@@ -9,14 +9,16 @@ import re
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
 
 from multiring import cli
 from multiring.commands.argument_types import array_sizes, number_of, wall_seconds
-from multiring.commands.completion import SHELLS
+from multiring.commands.completion import SHELLS, whole_parser
 from multiring.commands.frameworks import FRAMEWORKS
+from multiring.commands.table import COMMANDS
 from multiring.errors import InternalError, UsageError
 from tests.support import refused, run_multiring, run_python
 
@@ -70,6 +72,8 @@ def test_a_command_that_is_not_there_is_told_with_the_one_meant() -> None:
         ("run --nproc_per_node=2 a.py", "run: there is no option --nproc_per_node; is -np meant?"),
         ("run --tag-ouput a.py", "run: there is no option --tag-ouput; is --tag-output meant?"),
         ("run --qqqq a.py", "run: there is no option --qqqq"),
+        ("run --np 2 a.py", "run: there is no option --np; is -np meant?"),
+        ("run --mpi a.py", "run: there is no option --mpi"),
         ("plan 4 x", "plan: not understood: 4 x"),
         (
             "train --framework pytorch",
@@ -105,6 +109,23 @@ def test_bash_completes_commands_options_and_choices(words: str, completed: str,
     )
     result = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == completed, result.stderr
+
+
+def test_a_command_that_cannot_be_loaded_has_no_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    def load(name: str) -> types.ModuleType:
+        warnings.warn("an old package", stacklevel=1)
+        if name == COMMANDS["plan"].module:
+            raise RuntimeError("broken")
+        return found(name)
+
+    found = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", load)
+    text = whole_parser().format_help()
+    assert all(name in text for name in COMMANDS)
+    assert capsys.readouterr().err == "multiring completion: plan has no options: broken\n"
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("shell", SHELLS)
