@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from multiring.errors import UsageError
 from multiring.models.training import checkpoint
+from multiring.models.training.curve import plot_curve
 from multiring.models.training.progress import Progress
-from multiring.models.training.report import EventLog, MetricsFile, plot_curve, read_metrics
+from multiring.models.training.report import EventLog, MetricsFile, read_metrics
 
 __all__ = ["DirectoryOutputs", "NoOutputs", "Outputs", "prepare_directory"]
 
@@ -86,10 +87,10 @@ class DirectoryOutputs:
         if self._events is not None:
             self._events.close()
 
-    def draw(self, title: str) -> Path:
+    def draw(self, title: str, one_rank_speed: float | None = None) -> Path:
         """Draw the curve of all records, earlier ones of a resumed training included; returns its path."""
         path = self._directory / CURVE
-        plot_curve(read_metrics(self._directory / METRICS), path, title)
+        plot_curve(read_metrics(self._directory / METRICS), path, title, one_rank_speed)
         return path
 
 

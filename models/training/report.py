@@ -1,4 +1,4 @@
-"""What a training leaves behind to look at: `metrics.jsonl`, a TensorBoard log and the curve as a picture."""
+"""What a training leaves behind to look at: `metrics.jsonl` and a TensorBoard log."""
 
 from __future__ import annotations
 
@@ -8,21 +8,13 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from multiring.models.errors import DataError
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["EventLog", "MetricsFile", "plot_curve", "read_metrics"]
+__all__ = ["EventLog", "MetricsFile", "read_metrics"]
 
 Record = Mapping[str, Any]
-
-# Label and colour of the lines.
-TRAINING = ("training", "#1f4e9c")
-TEST = ("test", "#d1600a")
-LINEAR_BELOW = 0.1
 
 
 class MetricsFile:
@@ -108,67 +100,3 @@ class EventLog:
     def _put(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
         self._file.flush()
-
-
-def plot_curve(records: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw loss and error over the epochs into a PNG.
-
-    Args:
-        records: Records of a `metrics.jsonl`.
-        path: The picture.
-        title: Headline.
-    """
-    # The picture needs no display, and the caller's own figures are left alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
-    loss, error = figure.subplots(1, 2)
-    steps = [record for record in records if record["kind"] == "step"]
-    epochs = [record for record in records if record["kind"] == "epoch"]
-    tests = [record for record in epochs if "test_loss" in record]
-    if steps:
-        position = [record["position"] for record in steps]
-        values = [record["loss"] for record in steps]
-        alone = "." if len(steps) == 1 else ""  # a line needs two points to be seen
-        loss.plot(position, values, color="#b8c4d6", linewidth=1, marker=alone, label="training, steps")
-    _line(loss, epochs, [record["train_loss"] for record in epochs], TRAINING)
-    _line(loss, tests, [record["test_loss"] for record in tests], TEST)
-    loss.set_yscale("log")
-    _dress(loss, "loss", "cross-entropy per image (log scale)")
-    _line(error, epochs, [_percent_wrong(record["train_accuracy"]) for record in epochs], TRAINING)
-    _line(error, tests, [_percent_wrong(record["test_accuracy"]) for record in tests], TEST)
-    # In the title, where no line passes.
-    reached = f"; test accuracy {100 * tests[-1]['test_accuracy']:.2f} %" if tests else ""
-    error.set_yscale("symlog", linthresh=LINEAR_BELOW)  # a logarithmic axis has no zero
-    error.set_ylim(bottom=-LINEAR_BELOW / 10)  # so that a line at 0 is seen whole
-    _dress(error, f"error{reached}", f"wrong answers in % (log scale from {LINEAR_BELOW:g} on)")
-    figure.savefig(path, dpi=120)
-
-
-def _percent_wrong(accuracy: float) -> float:
-    return 100.0 * (1.0 - accuracy)
-
-
-def _line(axes: Axes, records: list[dict[str, Any]], values: list[float], style: tuple[str, str]) -> None:
-    if records:
-        label, color = style
-        position = [record["position"] for record in records]
-        axes.plot(position, values, color=color, linewidth=2, marker="o", markersize=3.5, label=label)
-
-
-def _dress(axes: Axes, title: str, unit: str) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.set_title(title)
-    axes.set_xlabel("epochs")
-    axes.set_ylabel(unit)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(visible=True, which="major", alpha=0.4)
-    axes.grid(visible=True, which="minor", alpha=0.12)
-    axes.set_xlim(left=0)
-    if axes.lines:
-        axes.legend()

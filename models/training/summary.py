@@ -53,7 +53,7 @@ def summarise(job: Job, result: Result, seconds: float, written: DirectoryOutput
         title = f"ResNet-{job.spec.depth}, {job.dataset.description}, {_ranks(job)}"
         if compared:
             title += f"\n{gain}, {efficiency}"
-        lines["curve"] = str(written.draw(title))
+        lines["curve"] = str(written.draw(title, one_rank or None))
         lines["log"] = f"tensorboard --logdir {job.output_dir / outputs.TENSORBOARD}"
     lines["metrics"] = str(job.output_dir / outputs.METRICS)
     lines["checkpoint"] = str(result.checkpoint) if result.checkpoint else "none was due"

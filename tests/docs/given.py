@@ -36,6 +36,7 @@ loss = torch.nn.functional.cross_entropy
 TORCH_ACCUMULATION = """
 model = Net()
 hooks = multiring.torch.register_gradient_hooks(model)
+data = loader(comm.rank, comm.size)
 parts = [torch.randn(4, 4) for _ in range(3)]
 loss = lambda part: model(part).square().mean()
 """
@@ -163,9 +164,9 @@ loader = lambda rank, ranks: [(np.ones((2, 4)), np.ones((2, 3)))] * 2
 PYTENSOR_UNEVEN = "velocities, loader = [], [(np.ones((2, 4)), np.ones((2, 3)))] * (1 + comm.rank)"
 
 
-def _blocks(page: str, *given: str, first: int = 0) -> list[Block]:
-    """Successive blocks of a page, and what each takes as given."""
-    return [Block(page, number, text) for number, text in enumerate(given, first)]
+def _blocks(page: str, *given: str) -> list[Block]:
+    """The first blocks of a page, and what each takes as given."""
+    return [Block(page, number, text) for number, text in enumerate(given)]
 
 
 _CRITERION = "criterion, (x, y) = torch.nn.functional.cross_entropy, data[0]"
@@ -174,19 +175,16 @@ _SUMS = "grads, sums = pytensor.grad(cost, params), [shared(*p.get_value().shape
 
 GIVEN: dict[str, list[Block]] = {
     "torch": [
-        *_blocks("README.md", TORCH),
-        *_blocks("docs/torch.md", "", TORCH_ACCUMULATION, _CRITERION, _LOADER, _NET, _NET),
+        *_blocks("docs/torch.md", TORCH, TORCH_ACCUMULATION, _CRITERION, _LOADER, _NET, _NET),
         *_blocks("docs/compression.md", "x, model = torch.ones(3), Net()", _NET),
     ],
     "tensorflow": [
-        *_blocks("README.md", TENSORFLOW, first=1),
-        *_blocks("docs/tensorflow.md", TENSORFLOW_MODEL, TENSORFLOW_LOOP),
+        *_blocks("docs/tensorflow.md", TENSORFLOW + TENSORFLOW_MODEL, TENSORFLOW_LOOP),
     ],
     "chainer": [
-        *_blocks("README.md", CHAINER, first=2),
-        *_blocks("docs/chainer.md", CHAINER_TRAINING, CHAINER_UNEVEN, CHAINER_NORM),
+        *_blocks("docs/chainer.md", CHAINER + CHAINER_TRAINING, CHAINER_UNEVEN, CHAINER_NORM),
     ],
-    "caffe": [*_blocks("README.md", CAFFE, first=3), *_blocks("docs/caffe.md", "", "")],
+    "caffe": _blocks("docs/caffe.md", CAFFE, ""),
     "jax": _blocks("docs/jax.md", JAX, JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),
     "pytensor": _blocks("docs/pytensor.md", PYTENSOR, "adam = sgd", "", _SUMS, PYTENSOR_UNEVEN, "", ""),
 }

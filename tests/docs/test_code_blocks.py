@@ -59,7 +59,13 @@ def test_every_python_block_is_run_or_compiles() -> None:
         assert words in (REPOSITORY / "tests" / test).read_text(), page
     for page, number in COMPILED:
         compile(python_of(page)[number], f"{page}, block {number}", "exec")
-    assert {language for page in PAGES for language, _ in code_of(page)} <= {"python", "sh", "text", ""}
+    assert {language for page in PAGES for language, _ in code_of(page)} <= {
+        "python",
+        "diff",
+        "sh",
+        "text",
+        "",
+    }
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)])

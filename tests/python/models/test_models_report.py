@@ -18,16 +18,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from multiring.errors import UsageError
 from multiring.models.errors import DataError
 from multiring.models.training import outputs
+from multiring.models.training.curve import plot_curve
 from multiring.models.training.outputs import DirectoryOutputs
 from multiring.models.training.progress import BarProgress, LineProgress, SilentProgress, open_progress
-from multiring.models.training.report import EventLog, MetricsFile, plot_curve, read_metrics
+from multiring.models.training.report import EventLog, MetricsFile, read_metrics
 
 FIRST = {"kind": "epoch", "step": 10, "position": 1.0, "train_loss": 1.5, "train_accuracy": 0.5}
 SECOND = {"kind": "epoch", "step": 20, "position": 2.0, "train_loss": 0.5, "train_accuracy": 1.0}
 RECORDS = [
     {"kind": "step", "step": 5, "position": 0.5, "loss": 2.0},
     FIRST,
-    {**SECOND, "test_loss": 0.6, "test_accuracy": 0.9},
+    {**SECOND, "test_loss": 0.6, "test_accuracy": 0.9, "images_per_second": 80.0},
 ]
 
 
@@ -77,9 +78,11 @@ def test_what_the_curve_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     for count in (0, 1, 3):
-        plot_curve(RECORDS[:count], tmp_path / "curve.png", "a title")
-    lines = drawn[-1].axes[1].lines
-    assert [list(line.get_ydata()) for line in lines] == [[50.0, 0.0], [pytest.approx(10.0)]]
+        plot_curve(RECORDS[:count], tmp_path / "curve.png", "a title", one_rank_speed=50.0)
+    loss, accuracy, throughput = drawn[-1].axes
+    assert [list(line.get_ydata()) for line in loss.lines] == [[2.0], [1.5, 0.5], [0.6]]
+    assert [list(line.get_ydata()) for line in accuracy.lines] == [[50.0, 100.0], [90.0]]
+    assert [list(line.get_ydata()) for line in throughput.lines] == [[80.0], [50.0, 50.0]]
 
 
 def test_plain_lines_are_rare_but_epochs_always_show(monkeypatch: pytest.MonkeyPatch) -> None:
