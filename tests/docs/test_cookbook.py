@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pickle
 import re
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 
 from tests.docs import recipes
 from tests.docs.recipes import INTERRUPTED, PLAIN, recipes_of
-from tests.support import REPOSITORY, run_job
+from tests.support import REPOSITORY, Job, run_job
 
 PAGES = {
     "torch": "docs/cookbook.md",
@@ -54,9 +53,11 @@ def test_two_ranks_make_what_one_process_does(framework: str, tmp_path: Path) ->
     skip_without(framework)
     page, script = PAGES[framework], Path(recipes.__file__)
     env = {"PYTHONPATH": str(REPOSITORY), "MULTIRING_TIMEOUT": "60", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    done = run_job(2, script, page, tmp_path / "two", env=env, timeout=240.0, code=0)
-    one = run_alone(script, page, tmp_path / "one", env)
-    assert said(done.stdout) == said(one)
+    # One process without a launcher, at the same time.
+    with Job([sys.executable, str(script), page, str(tmp_path / "one")], env=env) as reference:
+        two = run_job(2, script, page, tmp_path / "two", env=env, timeout=240.0, code=0)
+        one = reference.ended(0, timeout=240.0)
+    assert said(two.stdout) == said(one.stdout)
     results, expected = (pickle.loads((tmp_path / name).read_bytes()) for name in ("two", "one"))
     for question, found in results.items():
         if (page, question) not in OTHERS:
@@ -64,16 +65,6 @@ def test_two_ranks_make_what_one_process_does(framework: str, tmp_path: Path) ->
     written = {n: len(list(tmp_path.glob(f"{n}-*/**/events.out.tfevents.*"))) for n in (1, 2)}
     assert written[2] == written[1], "one rank writes for TensorBoard"
     assert (written[2] > 0) == any("TensorBoard" in question for question in results)
-
-
-def run_alone(script: Path, page: str, file: Path, env: dict[str, str]) -> str:
-    """What one process prints that runs the recipes without a launcher."""
-    command = [sys.executable, str(script), page, str(file)]
-    done = subprocess.run(
-        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def compare(found: Any, expected: Any, tolerance: float, question: str) -> None:
