@@ -19,6 +19,10 @@ from tests.support import REPOSITORY, run_job
 RUN_ELSEWHERE = {
     "docs/coming-from-ddp.md": ("adapters/test_coming_from.py", "coming-from-ddp"),
     "docs/coming-from-horovod.md": ("adapters/test_coming_from.py", "coming-from-horovod"),
+    "docs/cookbook.md": ("docs/test_cookbook.py", "docs/cookbook.md"),
+    "docs/cookbook-tensorflow.md": ("docs/test_cookbook.py", "docs/cookbook-tensorflow.md"),
+    "docs/cookbook-chainer.md": ("docs/test_cookbook.py", "docs/cookbook-chainer.md"),
+    "docs/cookbook-jax.md": ("docs/test_cookbook.py", "docs/cookbook-jax.md"),
     "docs/numpy.md": ("adapters/numpy/test_contract_numpy.py", "numpy.md"),
     "docs/accelerate.md": ("adapters/torch_distributed/test_dist_trainers.py", "Accelerator(cpu=True"),
     "docs/launching.md": ("python/launch/test_run_function.py", "docs/launching.md"),
