@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,10 +21,14 @@ from multiring.models.training.options import TrainOptions
 __all__ = ["comparison", "measure_one_rank"]
 
 _STEPS = 20
+# Fewer steps than these seconds take are too few to tell a speed from noise.
+_SECONDS = 8.0
+_MAX_STEPS = 2000
 
 
 def measure_one_rank(options: TrainOptions) -> float:
-    """Trains for a few steps on one rank, with the cores, threads and batch of each rank of the job.
+    """Trains for at least 20 steps, or as many as take 8 s, on one rank, with what each rank of the job has:
+    cores, threads and batch.
 
     Returns:
         Images per second.
@@ -31,9 +36,19 @@ def measure_one_rank(options: TrainOptions) -> float:
     Raises:
         UsageError: The short training fails; its own message is on stderr.
     """
+    print("comparing: a short training on one rank, then the job", flush=True)
+    found = _train_one_rank(options, _STEPS)
+    is_cut = found["steps"] == _STEPS  # or the training has no more of them
+    if is_cut and 0 < found["train_seconds"] < _SECONDS:
+        steps = math.ceil(_SECONDS / found["train_seconds"] * found["steps"])
+        found = _train_one_rank(options, min(steps, _MAX_STEPS))
+    return float(found["steady_images_per_second"])
+
+
+def _train_one_rank(options: TrainOptions, steps: int) -> dict[str, Any]:
+    """What `summary.json` says of so many steps."""
     assert options.np is not None
     batch = options.global_batch
-    print(f"comparing: {_STEPS} steps on one rank, then the job", flush=True)
     with tempfile.TemporaryDirectory(prefix="multiring-compare-") as directory:
         short = replace(
             options,
@@ -45,7 +60,7 @@ def measure_one_rank(options: TrainOptions) -> float:
             report=False,
             eval_every=0,
             checkpoint_every=0,
-            limit_steps=_STEPS,
+            limit_steps=steps,
             output_dir=directory,
             global_batch=None if batch is None else max(1, batch // options.np),
         )
@@ -61,8 +76,8 @@ def measure_one_rank(options: TrainOptions) -> float:
             raise UsageError(
                 "--compare: the short training on one rank failed (see above); leave --compare out to train"
             )
-        found = json.loads((Path(directory) / outputs.SUMMARY).read_text(encoding="utf-8"))
-    return float(found["steady_images_per_second"])
+        found: dict[str, Any] = json.loads((Path(directory) / outputs.SUMMARY).read_text(encoding="utf-8"))
+        return found
 
 
 def comparison(speed: float, one_rank: float, ranks: int) -> dict[str, Any]:

@@ -83,10 +83,11 @@ def test_a_number_of_ranks_that_is_not_the_jobs_is_refused() -> None:
     assert "failed with" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_job_is_compared_with_one_rank(tmp_path: Path) -> None:
     words = ("--image-size=8", "--limit-steps=8", "--no-report", f"--output-dir={tmp_path / 'out'}")
     told = run_multiring("train", "-np", "2", "--compare", *words, code=0).stdout
-    assert told.splitlines()[0] == "comparing: 20 steps on one rank, then the job"
+    assert told.splitlines()[0] == "comparing: a short training on one rank, then the job"
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     speed_up = summary["steady_images_per_second"] / summary["one_rank_images_per_second"]
     assert summary["speed_up"] == pytest.approx(speed_up)
