@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo:
 	$(MAKE) -j2 -Oline $(VENV)/.demo
-	$(BIN)/multiring train -np 2 --depth 8 --data digits --compare --output-dir runs/demo
+	$(BIN)/multiring train -np 2 --depth 8 --data digits --compare --output-dir runs/demo --overwrite
 
 # The C++ tests need no framework: they and the library are compiled while those are fetched.
 test:

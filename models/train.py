@@ -77,6 +77,9 @@ def _start(options: TrainOptions) -> NoReturn:
     terminal = os.ttyname(sys.stdout.fileno()) if sys.stdout.isatty() else None
     inner = replace(options, np=None, compare=False, progress_terminal=terminal)
     if options.compare:
+        # Before the comparison takes its time. A run without a directory gets a new one.
+        if options.output_dir is not None and options.resume is None and not options.overwrite:
+            outputs.refuse_earlier_results(Path(options.output_dir))
         inner = replace(inner, one_rank_speed=measure_one_rank(options))
     assert options.np is not None
     start_ranks(options.np, "-m", "multiring.models.train", *inner.to_arguments())

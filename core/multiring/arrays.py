@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = [
     "copy_into",
     "copy_large",
     "empty_like",
+    "into",
     "like",
     "multiply",
     "target_for",
@@ -152,6 +153,19 @@ def copy_into(out: Array, x: Array) -> None:
     if isinstance(out, memoryview):
         out = np.asarray(out)
     out[...] = x
+
+
+def into(out: Array | None, target: Array) -> Callable[[Any], Array]:
+    """Returns `out`, filled from the contiguous `target` where that is another array."""
+
+    def finish(done: Any) -> Array:
+        if out is None:
+            return target
+        if target is not out:
+            copy_into(out, target)
+        return out
+
+    return finish
 
 
 def address_of(x: np.ndarray[Any, Any]) -> int:

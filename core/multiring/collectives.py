@@ -15,6 +15,7 @@ from multiring.arrays import (
     contiguous,
     copy_into,
     empty_like,
+    into,
     like,
     target_for,
     without_gradient,
@@ -31,7 +32,7 @@ from multiring.reductions import (
 from multiring.types import Array, OrderName, ReduceOpName
 from multiring.work import Work, seconds
 
-__all__ = ["Collectives", "Finish", "into", "set_arrays"]
+__all__ = ["Collectives", "Finish", "set_arrays"]
 
 Finish = Callable[[native.Operation | native.Work], Any]
 
@@ -390,16 +391,3 @@ def set_arrays(operation: native.Operation, x: Array, out: Array | None) -> Fini
     operation.set_input(source)
     operation.set_output(target)
     return into(out, target)
-
-
-def into(out: Array | None, target: Array) -> Finish:
-    """Returns `out`, filled from the contiguous `target` where that is another array."""
-
-    def finish(done: Any) -> Array:
-        if out is None:
-            return target
-        if target is not out:
-            copy_into(out, target)
-        return out
-
-    return finish

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from multiring import _core
-from multiring.arrays import as_array, contiguous, target_for
-from multiring.collectives import Collectives, into
+from multiring.arrays import as_array, contiguous, into, target_for
+from multiring.collectives import Collectives
 from multiring.errors import MultiringError, UsageError
 from multiring.named_queue import NamedQueue
 from multiring.objects import pickled, receive_object, send_object, unpickled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import SupportsFloat
+from typing import Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +13,11 @@ from multiring.derived import resolve
 from multiring.errors import UsageError
 
 __all__ = ["average_metrics", "batch_weight"]
+
+
+@runtime_checkable
+class _Detachable(Protocol):
+    def detach(self) -> SupportsFloat: ...
 
 
 def average_metrics(
@@ -38,7 +43,7 @@ def average_metrics(
     names = sorted(metrics)
     sums = np.zeros(len(names) + 1, dtype=np.float64)
     if count > 0:
-        sums[:-1] = [float(metrics[name]) * count for name in names]
+        sums[:-1] = [_number(metrics[name]) * count for name in names]
         sums[-1] = count
     # The names are part of the operation's name, so the core compares them.
     total = comm.allreduce(sums, op="sum", name="average_metrics(" + ", ".join(names) + ")")
@@ -73,3 +78,8 @@ def batch_weight(count: float, comm: Communicator | None = None) -> float:
 def _check_count(comm: Communicator, count: float) -> None:
     if not (math.isfinite(count) and count >= 0):
         raise UsageError(f"rank {comm.rank}: count is {count}; pass the number of samples, 0 or more")
+
+
+def _number(metric: SupportsFloat) -> float:
+    # Torch warns where a loss that still requires a gradient becomes a number.
+    return float(metric.detach() if isinstance(metric, _Detachable) else metric)

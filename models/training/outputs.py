@@ -15,7 +15,7 @@ from multiring.models.training.curve import plot_curve
 from multiring.models.training.progress import Progress
 from multiring.models.training.report import EventLog, MetricsFile, read_metrics
 
-__all__ = ["DirectoryOutputs", "NoOutputs", "Outputs", "prepare_directory"]
+__all__ = ["DirectoryOutputs", "NoOutputs", "Outputs", "prepare_directory", "refuse_earlier_results"]
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
@@ -119,16 +119,21 @@ def prepare_directory(
     """
     if resume_step is not None:
         checkpoint.discard_after(directory / CHECKPOINTS, resume_step)
-    elif (directory / METRICS).exists():
+    else:
         if not overwrite:
-            raise UsageError(
-                f"{directory} holds the results of an earlier training; give --resume to go on, "
-                "--overwrite to replace "
-                "them, or another --output-dir"
-            )
+            refuse_earlier_results(directory)
         for name in (TENSORBOARD, CHECKPOINTS):
             shutil.rmtree(directory / name, ignore_errors=True)
         for name in (METRICS, CURVE, SUMMARY):
             (directory / name).unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def refuse_earlier_results(directory: Path) -> None:
+    """Raises UsageError if `directory` holds the results of an earlier training."""
+    if (directory / METRICS).exists():
+        raise UsageError(
+            f"{directory} holds the results of an earlier training; give --resume to go on, --overwrite to "
+            "replace them, or another --output-dir"
+        )

@@ -9,8 +9,6 @@ import pytest
 from tests.support import REPOSITORY, run_job
 
 EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*_digits.py"))
-# They take longest; tests of README and of the adapters train with the same frameworks.
-LONG = ("pytensor_digits.py", "tensorflow_digits.py", "torch_digits.py")
 
 
 def accuracy(script: str | Path, size: int = 2, **options: object) -> float:
@@ -21,9 +19,7 @@ def accuracy(script: str | Path, size: int = 2, **options: object) -> float:
     return float(line.split()[-1])
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in EXAMPLES]
-)
+@pytest.mark.parametrize("script", EXAMPLES)
 def test_an_example_learns_the_digits(script: str) -> None:
     assert accuracy(REPOSITORY / "examples" / script) > 0.97
 

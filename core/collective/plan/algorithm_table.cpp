@@ -16,6 +16,7 @@
 
 namespace multiring {
 namespace {
+using Kind = CrossingAlgorithm::Kind;
 
 // Segments that are tried for a broadcast. More than so many for each host do not make it quicker (measured
 // on 4 x 2 emulated hosts): what a rank does for each is not all in the model.
@@ -187,19 +188,17 @@ double AlgorithmTable::least_plan_seconds() const {
   return model_.call_seconds + round_.seconds(0, 0, cluster_, model_) + latency;
 }
 
-AlgorithmTable::Entry AlgorithmTable::rounds(const PlanOptions& options) const {
-  Entry entry;
-  entry.algorithm.kind = CrossingAlgorithm::Kind::kRounds;
-  entry.options = options;
-  entry.seconds = seconds(round_load(options), cluster_, model_);
-  return entry;
+AlgorithmTable::Load AlgorithmTable::unplanned_load(CrossingAlgorithm::Kind kind,
+                                                    const PlanOptions& options) const {
+  return kind == CrossingAlgorithm::Kind::kMessages ? message_load(options) : round_load(options);
 }
 
-AlgorithmTable::Entry AlgorithmTable::messages(const PlanOptions& options) const {
+AlgorithmTable::Entry AlgorithmTable::unplanned(CrossingAlgorithm::Kind kind,
+                                                const PlanOptions& options) const {
   Entry entry;
-  entry.algorithm.kind = CrossingAlgorithm::Kind::kMessages;
+  entry.algorithm.kind = kind;
   entry.options = options;
-  entry.seconds = seconds(message_load(options), cluster_, model_);
+  entry.seconds = seconds(unplanned_load(kind, options), cluster_, model_);
   return entry;
 }
 
@@ -257,8 +256,10 @@ std::optional<AlgorithmTable::Entry> AlgorithmTable::allreduce_plan(const PlanOp
 std::vector<AlgorithmTable::Entry> AlgorithmTable::entries(const PlanOptions& options) const {
   std::vector<Entry> found;
   // Of two that are as quick the one that sends less comes first.
-  if (!has_plans(options.collective) && cluster_.fully_linked()) found.push_back(messages(options));
-  if (options.mode.empty() && (found.empty() || fits_rounds(options))) found.push_back(rounds(options));
+  if (!has_plans(options.collective) && cluster_.fully_linked())
+    found.push_back(unplanned(Kind::kMessages, options));
+  if (options.mode.empty() && (found.empty() || fits_rounds(options)))
+    found.push_back(unplanned(Kind::kRounds, options));
   if (!has_plans(options.collective)) return found;
   for (Entry& entry : plans(options)) found.push_back(std::move(entry));
   if (options.mode.empty() && options.collective == Collective::kReduceScatter)
@@ -270,7 +271,8 @@ CrossingAlgorithm AlgorithmTable::quickest(const PlanOptions& wanted) const {
   const PlanOptions options = in_its_order(wanted);
   // Then no plan needs to be counted, which takes long among many ranks.
   if (options.mode.empty() && has_plans(options.collective))
-    if (const Entry entry = rounds(options); entry.seconds <= least_plan_seconds()) return entry.algorithm;
+    if (const Entry entry = unplanned(Kind::kRounds, options); entry.seconds <= least_plan_seconds())
+      return entry.algorithm;
   const std::vector<Entry> compared = entries(options);
   if (compared.empty()) throw_usage(other_row(options).excluded);
   return simplest_quick(compared).algorithm;
@@ -281,16 +283,15 @@ AlgorithmRow AlgorithmTable::row_of(const Entry& entry) const {
   row.name = algorithm_name(entry.algorithm);
   row.seconds = entry.seconds;
   if (!entry.algorithm.is_plan()) {
-    const bool by_messages = !entry.algorithm.is_rounds();
-    const Load load = by_messages ? message_load(entry.options) : round_load(entry.options);
+    const Load load = unplanned_load(entry.algorithm.kind, entry.options);
     if (load.header_bytes) {
       row.hops = round_.steps();
       row.rank_bytes = round_.rank_parts() * *load.header_bytes;
     }
-    row.hops += by_messages ? 1 : load.segments * round_.steps();
-    row.rank_bytes += by_messages ? load.messages->rank_pieces() * load.piece
-                                  : round_of(load).rank_parts() *
-                                        ((load.segments - 1) * load.round_bytes + load.last_round_bytes);
+    row.hops += load.messages ? 1 : load.segments * round_.steps();
+    row.rank_bytes += load.messages ? load.messages->rank_pieces() * load.piece
+                                    : round_of(load).rank_parts() *
+                                          ((load.segments - 1) * load.round_bytes + load.last_round_bytes);
     return row;
   }
   const Plan plan(cluster_, entry.options);

@@ -68,8 +68,9 @@ class MULTIRING_API AlgorithmTable {
 
   std::vector<Entry> entries(const PlanOptions& options) const;
   std::vector<Entry> plans(const PlanOptions& options) const;
-  Entry rounds(const PlanOptions& options) const;
-  Entry messages(const PlanOptions& options) const;
+  /// Rounds or messages.
+  Entry unplanned(CrossingAlgorithm::Kind kind, const PlanOptions& options) const;
+  Load unplanned_load(CrossingAlgorithm::Kind kind, const PlanOptions& options) const;
   std::optional<Entry> allreduce_plan(const PlanOptions& options) const;
   Load round_load(const PlanOptions& options) const;
   bool fits_rounds(const PlanOptions& options) const;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -123,5 +124,9 @@ def test_optimizer_state_keeps_its_dtype(comm: Communicator) -> None:
 def test_objects_and_metrics(comm: Communicator) -> None:
     assert multiring.torch.broadcast_object({"epoch": comm.rank}, 1, comm) == {"epoch": 1}
     assert multiring.torch.broadcast_object(comm.rank) == 0
-    metrics = {"loss": torch.tensor(float(comm.rank)), "accuracy": 1}
-    assert multiring.torch.average_metrics(metrics, comm.rank + 1) == {"loss": 2 / 3, "accuracy": 1.0}
+    # A loss as a step has it, of which Torch would warn.
+    metrics = {"loss": torch.tensor(float(comm.rank), requires_grad=True), "accuracy": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        averages = multiring.torch.average_metrics(metrics, comm.rank + 1)
+    assert averages == {"loss": 2 / 3, "accuracy": 1.0}

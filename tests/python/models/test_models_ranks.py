@@ -93,6 +93,9 @@ def test_a_job_is_compared_with_one_rank(tmp_path: Path) -> None:
     assert summary["speed_up"] == pytest.approx(speed_up)
     assert summary["efficiency"] == pytest.approx(speed_up / 2)
     assert f"speed-up   {speed_up:.2f} times one rank with the same share of this host" in told
+    again = run_multiring("train", "-np", "2", "--compare", *words, code=2)
+    assert again.stdout == ""  # before anything is measured
+    assert "holds the results of an earlier training" in again.stderr
     wrong = run_multiring("train", "-np", "2", "--compare", "--data=/nowhere", code=2).stderr
     assert "--compare: the short training on one rank failed (see above)" in wrong
     assert "--compare starts its ranks itself: give -np" in run_multiring("train", "--compare", code=2).stderr
