@@ -41,22 +41,9 @@ parts = [torch.randn(4, 4) for _ in range(3)]
 loss = lambda part: model(part).square().mean()
 """
 
-TENSORFLOW = """
-import keras
+TENSORFLOW_LOOP = """
 import tensorflow as tf
 
-import multiring, multiring.tensorflow
-
-comm = multiring.init()
-"""
-
-TENSORFLOW_MODEL = """
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-dataset = tf.data.Dataset.from_tensor_slices((tf.random.normal((128, 4)), tf.range(128) % 3))
-"""
-
-TENSORFLOW_LOOP = """
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
 variables = model.trainable_variables
 optimizer = keras.optimizers.SGD(0.1)
@@ -175,11 +162,12 @@ _SUMS = "grads, sums = pytensor.grad(cost, params), [shared(*p.get_value().shape
 
 GIVEN: dict[str, list[Block]] = {
     "torch": [
-        *_blocks("docs/torch.md", TORCH, TORCH_ACCUMULATION, _CRITERION, _LOADER, _NET, _NET),
+        *_blocks("docs/torch.md", ""),
+        *_blocks("docs/reference/torch.md", TORCH + TORCH_ACCUMULATION, _CRITERION, _LOADER, _NET, _NET),
         *_blocks("docs/compression.md", "x, model = torch.ones(3), Net()", _NET),
     ],
     "tensorflow": [
-        *_blocks("docs/tensorflow.md", TENSORFLOW + TENSORFLOW_MODEL, TENSORFLOW_LOOP),
+        *_blocks("docs/tensorflow.md", "", TENSORFLOW_LOOP),
     ],
     "chainer": [
         *_blocks("docs/chainer.md", CHAINER + CHAINER_TRAINING, CHAINER_UNEVEN, CHAINER_NORM),
