@@ -50,24 +50,7 @@ optimizer = keras.optimizers.SGD(0.1)
 loss = lambda scores, y: tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, scores))
 """
 
-CHAINER = """
-import multiring.chainer
-import chainer
-import numpy as np
-
-comm = multiring.chainer.create_communicator()
-"""
-
-CHAINER_TRAINING = """
-train = [(np.full(4, k, np.float32), np.int32(k % 3)) for k in range(8)]
-model = chainer.links.Classifier(chainer.links.Linear(4, 3))
-evaluator = chainer.training.extensions.Evaluator(chainer.iterators.SerialIterator(train, 4, False), model)
-"""
-
-CHAINER_UNEVEN = """
-loss = lambda x, y: model(x, y)
-batches = [chainer.dataset.concat_examples(list(train))] * (1 + comm.rank)
-"""
+CHAINER_UNEVEN = "batches = [chainer.dataset.concat_examples(train)] * (1 + comm.rank)"
 
 CHAINER_NORM = "model = chainer.Sequential(chainer.links.Linear(4, 3), chainer.links.BatchNormalization(3))"
 
@@ -106,7 +89,6 @@ import jax, jax.numpy as jnp, optax
 
 params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
 loss = lambda params, batch: ((batch @ params["w"] + params["b"]) ** 2).mean()
-loader = lambda rank, ranks: [jnp.ones((8 // ranks, 4))] * 2
 """
 
 JAX_UNEVEN = """
@@ -170,9 +152,13 @@ GIVEN: dict[str, list[Block]] = {
         *_blocks("docs/tensorflow.md", "", TENSORFLOW_LOOP),
     ],
     "chainer": [
-        *_blocks("docs/chainer.md", CHAINER + CHAINER_TRAINING, CHAINER_UNEVEN, CHAINER_NORM),
+        *_blocks("docs/chainer.md", ""),
+        *_blocks("docs/reference/chainer.md", CHAINER_UNEVEN, CHAINER_NORM),
     ],
     "caffe": _blocks("docs/caffe.md", CAFFE, ""),
-    "jax": _blocks("docs/jax.md", JAX, JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),
+    "jax": [
+        *_blocks("docs/jax.md", ""),
+        *_blocks("docs/reference/jax.md", JAX + JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),
+    ],
     "pytensor": _blocks("docs/pytensor.md", PYTENSOR, "adam = sgd", "", _SUMS, PYTENSOR_UNEVEN, "", ""),
 }
