@@ -126,8 +126,8 @@ def shared(*shape):
 x, y = pt.matrix("x"), pt.matrix("y")
 w1, b1, w2, b2 = shared(4, 5), shared(5), shared(5, 3), shared(3)
 cost = ((pt.dot(pt.tanh(pt.dot(x, w1) + b1), w2) + b2 - y) ** 2).mean()
-sgd = lambda params, grads: [(p, p - 0.01 * g) for p, g in zip(params, grads)]
-loader = lambda rank, ranks: [(np.ones((2, 4)), np.ones((2, 3)))] * 2
+params = [w1, b1, w2, b2]
+adam = sgd = lambda params, grads: [(p, p - 0.01 * g) for p, g in zip(params, grads)]
 """
 
 PYTENSOR_UNEVEN = "velocities, loader = [], [(np.ones((2, 4)), np.ones((2, 3)))] * (1 + comm.rank)"
@@ -160,5 +160,8 @@ GIVEN: dict[str, list[Block]] = {
         *_blocks("docs/jax.md", ""),
         *_blocks("docs/reference/jax.md", JAX + JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),
     ],
-    "pytensor": _blocks("docs/pytensor.md", PYTENSOR, "adam = sgd", "", _SUMS, PYTENSOR_UNEVEN, "", ""),
+    "pytensor": [
+        *_blocks("docs/pytensor.md", ""),
+        *_blocks("docs/reference/pytensor.md", PYTENSOR, "", _SUMS, PYTENSOR_UNEVEN, "", ""),
+    ],
 }
