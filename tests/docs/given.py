@@ -54,34 +54,32 @@ CHAINER_UNEVEN = "batches = [chainer.dataset.concat_examples(train)] * (1 + comm
 
 CHAINER_NORM = "model = chainer.Sequential(chainer.links.Linear(4, 3), chainer.links.BatchNormalization(3))"
 
-# Five steps in the place of ten thousand, and data for the layers of the small net.
 CAFFE = """
-import os, tempfile
+import os
+
+from tests.support import REPOSITORY
+
+os.chdir(REPOSITORY)
+"""
+
+PYCAFFE = """
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-
-import multiring, multiring.caffe
 from tests.adapters.caffe import pycaffe_stand_in
 from tests.python.caffe import caffe_nets
 
-multiring.init()
 os.chdir(tempfile.mkdtemp())
 caffe_nets.make_solver(Path())
-
-class SGDSolver(pycaffe_stand_in.SGDSolver):
-    def step(self, n):
-        net = self.net
-        net.set_input_arrays(np.ones((8, 2, 3, 3), np.float32), np.zeros(8, np.float32))
-        super().__getattr__("step")(5)
-
 nothing = lambda value: None
 caffe = SimpleNamespace(
-    SGDSolver=SGDSolver, set_solver_count=nothing, set_solver_rank=nothing, set_multiprocess=nothing
+    SGDSolver=pycaffe_stand_in.SGDSolver,
+    set_solver_count=nothing,
+    set_solver_rank=nothing,
+    set_multiprocess=nothing,
 )
 path = Path("solver.prototxt")
-solver = caffe.SGDSolver(str(path))
 """
 
 JAX = """
@@ -155,7 +153,7 @@ GIVEN: dict[str, list[Block]] = {
         *_blocks("docs/chainer.md", ""),
         *_blocks("docs/reference/chainer.md", CHAINER_UNEVEN, CHAINER_NORM),
     ],
-    "caffe": _blocks("docs/caffe.md", CAFFE, ""),
+    "caffe": [*_blocks("docs/caffe.md", CAFFE), *_blocks("docs/reference/caffe.md", PYCAFFE)],
     "jax": [
         *_blocks("docs/jax.md", ""),
         *_blocks("docs/reference/jax.md", JAX + JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),
