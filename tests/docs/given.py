@@ -115,6 +115,14 @@ state = optimizer.init(params)
 step = jax.jit(lambda params, state, batch: optimizer.update(jax.grad(loss)(params, batch), state, params))
 """
 
+HOROVOD = """
+import sys
+
+from tests.support import REPOSITORY
+
+sys.path.append(str(REPOSITORY / "integrations/horovod/shim"))  # as `multiring run --horovod` does
+"""
+
 PYTENSOR = """
 import numpy as np, pytensor, pytensor.tensor as pt
 
@@ -158,6 +166,7 @@ GIVEN: dict[str, list[Block]] = {
         *_blocks("docs/jax.md", ""),
         *_blocks("docs/reference/jax.md", JAX + JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),
     ],
+    "horovod": _blocks("docs/horovod.md", HOROVOD),
     "pytensor": [
         *_blocks("docs/pytensor.md", ""),
         *_blocks("docs/reference/pytensor.md", PYTENSOR, "", _SUMS, PYTENSOR_UNEVEN, "", ""),
