@@ -29,6 +29,7 @@ RUN_ELSEWHERE = {
     "docs/launching.md": ("python/launch/test_run_function.py", "docs/launching.md"),
     "docs/notebooks.md": ("python/launch/test_notebook.py", "docs/notebooks.md"),
     "docs/lightning.md": ("adapters/torch_distributed/test_dist_trainers.py", 'backend="multiring"'),
+    "docs/tutorial.md": ("docs/test_tutorial.py", "docs/tutorial.md"),
     "docs/torch-distributed.md": ("adapters/torch_distributed/test_dist_launchers.py", 'group("multiring")'),
 }
 # Blocks that need more than ranks on this host, by page, number and the reason.
