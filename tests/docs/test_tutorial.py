@@ -40,7 +40,9 @@ def weights(lines: list[str]) -> list[float]:
 
 
 def test_two_ranks_have_the_weights_of_one_process(scripts: Path) -> None:
-    done = subprocess.run([sys.executable, "alone.py"], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "alone.py"], capture_output=True, text=True, timeout=120, check=True
+    )
     alone = weights(results(done.stdout))
     shown = weights([line for line in results(TEXT) if line.startswith("step 19: ")])
     assert len(shown) == 8
