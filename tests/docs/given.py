@@ -41,77 +41,45 @@ parts = [torch.randn(4, 4) for _ in range(3)]
 loss = lambda part: model(part).square().mean()
 """
 
-TENSORFLOW = """
-import keras
+TENSORFLOW_LOOP = """
 import tensorflow as tf
 
-import multiring, multiring.tensorflow
-
-comm = multiring.init()
-"""
-
-TENSORFLOW_MODEL = """
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-dataset = tf.data.Dataset.from_tensor_slices((tf.random.normal((128, 4)), tf.range(128) % 3))
-"""
-
-TENSORFLOW_LOOP = """
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
 variables = model.trainable_variables
 optimizer = keras.optimizers.SGD(0.1)
 loss = lambda scores, y: tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, scores))
 """
 
-CHAINER = """
-import multiring.chainer
-import chainer
-import numpy as np
-
-comm = multiring.chainer.create_communicator()
-"""
-
-CHAINER_TRAINING = """
-train = [(np.full(4, k, np.float32), np.int32(k % 3)) for k in range(8)]
-model = chainer.links.Classifier(chainer.links.Linear(4, 3))
-evaluator = chainer.training.extensions.Evaluator(chainer.iterators.SerialIterator(train, 4, False), model)
-"""
-
-CHAINER_UNEVEN = """
-loss = lambda x, y: model(x, y)
-batches = [chainer.dataset.concat_examples(list(train))] * (1 + comm.rank)
-"""
+CHAINER_UNEVEN = "batches = [chainer.dataset.concat_examples(train)] * (1 + comm.rank)"
 
 CHAINER_NORM = "model = chainer.Sequential(chainer.links.Linear(4, 3), chainer.links.BatchNormalization(3))"
 
-# Five steps in the place of ten thousand, and data for the layers of the small net.
 CAFFE = """
-import os, tempfile
+import os
+
+from tests.support import REPOSITORY
+
+os.chdir(REPOSITORY)
+"""
+
+PYCAFFE = """
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-
-import multiring, multiring.caffe
 from tests.adapters.caffe import pycaffe_stand_in
 from tests.python.caffe import caffe_nets
 
-multiring.init()
 os.chdir(tempfile.mkdtemp())
 caffe_nets.make_solver(Path())
-
-class SGDSolver(pycaffe_stand_in.SGDSolver):
-    def step(self, n):
-        net = self.net
-        net.set_input_arrays(np.ones((8, 2, 3, 3), np.float32), np.zeros(8, np.float32))
-        super().__getattr__("step")(5)
-
 nothing = lambda value: None
 caffe = SimpleNamespace(
-    SGDSolver=SGDSolver, set_solver_count=nothing, set_solver_rank=nothing, set_multiprocess=nothing
+    SGDSolver=pycaffe_stand_in.SGDSolver,
+    set_solver_count=nothing,
+    set_solver_rank=nothing,
+    set_multiprocess=nothing,
 )
 path = Path("solver.prototxt")
-solver = caffe.SGDSolver(str(path))
 """
 
 JAX = """
@@ -119,7 +87,6 @@ import jax, jax.numpy as jnp, optax
 
 params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
 loss = lambda params, batch: ((batch @ params["w"] + params["b"]) ** 2).mean()
-loader = lambda rank, ranks: [jnp.ones((8 // ranks, 4))] * 2
 """
 
 JAX_UNEVEN = """
@@ -148,6 +115,14 @@ state = optimizer.init(params)
 step = jax.jit(lambda params, state, batch: optimizer.update(jax.grad(loss)(params, batch), state, params))
 """
 
+HOROVOD = """
+import sys
+
+from tests.support import REPOSITORY
+
+sys.path.append(str(REPOSITORY / "integrations/horovod/shim"))  # as `multiring run --horovod` does
+"""
+
 PYTENSOR = """
 import numpy as np, pytensor, pytensor.tensor as pt
 
@@ -157,8 +132,8 @@ def shared(*shape):
 x, y = pt.matrix("x"), pt.matrix("y")
 w1, b1, w2, b2 = shared(4, 5), shared(5), shared(5, 3), shared(3)
 cost = ((pt.dot(pt.tanh(pt.dot(x, w1) + b1), w2) + b2 - y) ** 2).mean()
-sgd = lambda params, grads: [(p, p - 0.01 * g) for p, g in zip(params, grads)]
-loader = lambda rank, ranks: [(np.ones((2, 4)), np.ones((2, 3)))] * 2
+params = [w1, b1, w2, b2]
+adam = sgd = lambda params, grads: [(p, p - 0.01 * g) for p, g in zip(params, grads)]
 """
 
 PYTENSOR_UNEVEN = "velocities, loader = [], [(np.ones((2, 4)), np.ones((2, 3)))] * (1 + comm.rank)"
@@ -175,16 +150,25 @@ _SUMS = "grads, sums = pytensor.grad(cost, params), [shared(*p.get_value().shape
 
 GIVEN: dict[str, list[Block]] = {
     "torch": [
-        *_blocks("docs/torch.md", TORCH, TORCH_ACCUMULATION, _CRITERION, _LOADER, _NET, _NET),
+        *_blocks("docs/torch.md", ""),
+        *_blocks("docs/reference/torch.md", TORCH + TORCH_ACCUMULATION, _CRITERION, _LOADER, _NET, _NET),
         *_blocks("docs/compression.md", "x, model = torch.ones(3), Net()", _NET),
     ],
     "tensorflow": [
-        *_blocks("docs/tensorflow.md", TENSORFLOW + TENSORFLOW_MODEL, TENSORFLOW_LOOP),
+        *_blocks("docs/tensorflow.md", "", TENSORFLOW_LOOP),
     ],
     "chainer": [
-        *_blocks("docs/chainer.md", CHAINER + CHAINER_TRAINING, CHAINER_UNEVEN, CHAINER_NORM),
+        *_blocks("docs/chainer.md", ""),
+        *_blocks("docs/reference/chainer.md", CHAINER_UNEVEN, CHAINER_NORM),
     ],
-    "caffe": _blocks("docs/caffe.md", CAFFE, ""),
-    "jax": _blocks("docs/jax.md", JAX, JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),
-    "pytensor": _blocks("docs/pytensor.md", PYTENSOR, "adam = sgd", "", _SUMS, PYTENSOR_UNEVEN, "", ""),
+    "caffe": [*_blocks("docs/caffe.md", CAFFE), *_blocks("docs/reference/caffe.md", PYCAFFE)],
+    "jax": [
+        *_blocks("docs/jax.md", ""),
+        *_blocks("docs/reference/jax.md", JAX + JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),
+    ],
+    "horovod": _blocks("docs/horovod.md", HOROVOD),
+    "pytensor": [
+        *_blocks("docs/pytensor.md", ""),
+        *_blocks("docs/reference/pytensor.md", PYTENSOR, "", _SUMS, PYTENSOR_UNEVEN, "", ""),
+    ],
 }

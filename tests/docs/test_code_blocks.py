@@ -23,11 +23,13 @@ RUN_ELSEWHERE = {
     "docs/cookbook-tensorflow.md": ("docs/test_cookbook.py", "docs/cookbook-tensorflow.md"),
     "docs/cookbook-chainer.md": ("docs/test_cookbook.py", "docs/cookbook-chainer.md"),
     "docs/cookbook-jax.md": ("docs/test_cookbook.py", "docs/cookbook-jax.md"),
-    "docs/numpy.md": ("adapters/numpy/test_contract_numpy.py", "numpy.md"),
+    "docs/numpy.md": ("adapters/numpy/test_contract_numpy.py", '"numpy.md"'),
+    "docs/reference/numpy.md": ("adapters/numpy/test_contract_numpy.py", "reference/numpy.md"),
     "docs/accelerate.md": ("adapters/torch_distributed/test_dist_trainers.py", "Accelerator(cpu=True"),
     "docs/launching.md": ("python/launch/test_run_function.py", "docs/launching.md"),
     "docs/notebooks.md": ("python/launch/test_notebook.py", "docs/notebooks.md"),
     "docs/lightning.md": ("adapters/torch_distributed/test_dist_trainers.py", 'backend="multiring"'),
+    "docs/tutorial.md": ("docs/test_tutorial.py", "docs/tutorial.md"),
     "docs/torch-distributed.md": ("adapters/torch_distributed/test_dist_launchers.py", 'group("multiring")'),
 }
 # Blocks that need more than ranks on this host, by page, number and the reason.

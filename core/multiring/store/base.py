@@ -21,9 +21,12 @@ __all__ = [
 ]
 
 Interrupt = Callable[[], object]
+"""Is called while a store waits; what it raises ends the wait."""
 
 MAX_KEY_BYTES = 4096
+"""Longest key, in bytes of UTF-8."""
 MAX_VALUE_BYTES = 16 << 20
+"""Largest value of a key."""
 
 
 class ClosedOnExit:

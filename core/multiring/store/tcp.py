@@ -37,8 +37,8 @@ from multiring.store.handshake import prove_to_client, prove_to_server
 
 __all__ = ["OTHER_SECRET", "TcpStore", "TcpStoreServer"]
 
-# Why a server may refuse a client that was given its secret.
 OTHER_SECRET = "MULTIRING_SECRET differs between ranks, or the port belongs to another job"
+"""Why a server may refuse a client that was given its secret."""
 
 _REQUEST = struct.Struct("!BIH")
 _MAX_REQUEST = _REQUEST.size + MAX_KEY_BYTES + MAX_VALUE_BYTES

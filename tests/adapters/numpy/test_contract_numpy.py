@@ -163,9 +163,9 @@ print("weights", np.concatenate([one.ravel() for one in weights.values()]).tobyt
 """
 
 
-def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs" / "numpy.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+def test_the_script_of_the_pages_runs(tmp_path: Path) -> None:
+    pages = [(REPOSITORY / "docs" / page).read_text() for page in ("numpy.md", "reference/numpy.md")]
+    blocks = re.findall(r"^```python\n(.*?)^```$", "\n".join(pages), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 5
     script = tmp_path / "script.py"
     script.write_text("\n".join([*blocks, RESULTS]))
