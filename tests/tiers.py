@@ -33,6 +33,7 @@ FULL = {
         "test_examples.py",
         "test_exactness.py",
         "test_float_modes.py",
+        "test_trainer_failures.py",
         "torch/test_torch_legal_programs.py",
         "torch/test_torch_optimizer.py",
         "torch_distributed/test_dist_launchers.py",

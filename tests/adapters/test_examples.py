@@ -24,6 +24,11 @@ def test_an_example_learns_the_digits(script: str) -> None:
     assert accuracy(REPOSITORY / "examples" / script) > 0.97
 
 
+def test_a_language_model_learns_to_count() -> None:
+    done = run_job(2, REPOSITORY / "examples/transformers_tiny.py", timeout=120.0, code=0)
+    assert "2 ranks, accuracy of the next number 1.0000" in done.stdout
+
+
 def test_a_loop_of_horovod_learns() -> None:
     script = REPOSITORY / "examples/horovod/tensorflow2_digits.py"
     assert accuracy(script, launcher_args=["--horovod"]) > 0.95

@@ -1,4 +1,4 @@
-"""Lightning and Accelerate over the backend, against one process that has the whole batch."""
+"""Lightning, Accelerate and Transformers over the backend, against one process that has the whole batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import run_job
 
@@ -138,17 +139,60 @@ accelerator.print(json.dumps({"seen": seen.tolist(), "mean": mean.item()}))
 accelerator.end_training()
 """
 
+TRANSFORMERS = """
+import json, os, sys
+from pathlib import Path
 
-def _told(tmp_path: Path, script: str) -> dict[str, list[float]]:
-    done = run_job(2, WHOLE_BATCH + script, str(tmp_path), timeout=120.0)
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+SIZE, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+OUT = Path(sys.argv[1])
+
+class Sentences(Dataset):
+    ids = torch.randint(0, 17, (24, 8), generator=torch.Generator().manual_seed(7))
+    def __len__(self):
+        return len(self.ids)
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+def trained(out, **options):
+    set_seed(3)
+    sizes = {"vocab_size": 17, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+    arguments = TrainingArguments(
+        str(out), use_cpu=True, num_train_epochs=2, per_device_train_batch_size=4 // SIZE, learning_rate=1e-2,
+        gradient_accumulation_steps=2, save_strategy="epoch", logging_steps=1, report_to="none", disable_tqdm=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=Sentences())
+    trainer.train(**options)
+    assert trainer.accelerator.num_processes == SIZE
+    return trainer.model.state_dict(), trainer.state.log_history
+
+dist.init_process_group("multiring")
+weights, history = trained(OUT / "whole")
+again, _ = trained(OUT / "rest", resume_from_checkpoint=str(OUT / "whole" / "checkpoint-3"))
+assert all(torch.equal(weights[name], again[name]) for name in weights)
+if RANK == 0:
+    torch.save(weights, OUT / "weights.pt")
+    print(json.dumps({"losses": [entry["loss"] for entry in history if "loss" in entry]}))
+dist.destroy_process_group()
+"""
+
+
+def _told(tmp_path: Path, script: str, size: int = 2) -> dict[str, list[float]]:
+    done = run_job(size, script, str(tmp_path), timeout=120.0)
     assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("[0] {")]
-    told: dict[str, list[float]] = json.loads(line.removeprefix("[0] "))
+    lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+    [line] = [line for line in lines if line.startswith('{"')]
+    told: dict[str, list[float]] = json.loads(line)
     return told
 
 
 def test_lightning(tmp_path: Path) -> None:
-    told = _told(tmp_path, LIGHTNING)
+    told = _told(tmp_path, WHOLE_BATCH + LIGHTNING)
     assert told["expected"]
     assert told["losses"] == pytest.approx(told["expected"], rel=1e-12)
     assert told["sums"] == [9.0, 9.0]  # 1 + 2 in each of three steps
@@ -157,4 +201,18 @@ def test_lightning(tmp_path: Path) -> None:
 
 
 def test_accelerate(tmp_path: Path) -> None:
-    assert _told(tmp_path, ACCELERATE) == {"seen": list(range(7)), "mean": 0.5}
+    assert _told(tmp_path, WHOLE_BATCH + ACCELERATE) == {"seen": list(range(7)), "mean": 0.5}
+
+
+def test_transformers(tmp_path: Path) -> None:
+    """A language model of few weights, with accumulation; the second training goes on from a checkpoint."""
+    found = {}
+    for size in (1, 2):
+        out = tmp_path / str(size)
+        out.mkdir()
+        found[size] = _told(out, TRANSFORMERS, size)["losses"], torch.load(out / "weights.pt")
+    (alone, whole), (losses, weights) = found[1], found[2]
+    assert len(alone) == 6
+    assert losses == pytest.approx(alone, rel=1e-5)  # as float32 in the log
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, whole[name], rtol=1e-12, atol=1e-12)
