@@ -22,7 +22,8 @@ export PYTHONDONTWRITEBYTECODE :=
 .SECONDARY:
 
 demo:
-	$(MAKE) -j2 -Oline $(VENV)/.demo
+	@echo "Installing into $(VENV): the native library is compiled while PyTorch is fetched, which takes two to four minutes"
+	@$(MAKE) --no-print-directory -j2 -Oline $(VENV)/.demo
 	$(BIN)/multiring train -np 2 --depth 8 --data digits --compare --output-dir runs/demo --overwrite
 
 # The C++ tests need no framework: they and the library are compiled while those are fetched.

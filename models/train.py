@@ -24,7 +24,7 @@ from multiring.errors import UsageError
 from multiring.models.data import open_dataset
 from multiring.models.data.sharding import steps_per_epoch
 from multiring.models.errors import CheckpointError
-from multiring.models.frameworks import find_framework, load_trainer
+from multiring.models.frameworks import find_framework, load_trainer, require_installed
 from multiring.models.nets.resnet_spec import resnet
 from multiring.models.ranks import has_to_start, run_rank, start_ranks
 from multiring.models.trainers.recipe import Recipe
@@ -55,6 +55,7 @@ def main(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     try:
         options = TrainOptions.from_namespace(args)
+        require_installed(find_framework(options.framework))
         if has_to_start(options.np):
             _start(options)
         if options.compare:
@@ -112,7 +113,11 @@ def train(options: TrainOptions, comm: Communicator, *, started: float | None = 
             resume_step = None if state is None else state.step
             config = {"options": asdict(options), "resolved": asdict(job.resolved), "ranks": comm.size}
             outputs.prepare_directory(
-                job.output_dir, resume_step=resume_step, overwrite=options.overwrite, config=config
+                job.output_dir,
+                resume_step=resume_step,
+                resumes=options.resume is not None,
+                overwrite=options.overwrite,
+                config=config,
             )
             shown = open_progress(job.last_step, resume_step or 0, job.rank_batch, options.progress_terminal)
             progress = stack.enter_context(shown)
@@ -152,8 +157,13 @@ def _make_job(options: TrainOptions, comm: Communicator) -> Job:
     )
     spec = resnet(resolved.depth, classes=dataset.classes, in_channels=dataset.channels, stem=resolved.stem)
     spec.shapes(dataset.image_size)
-    global_batch = resolved.samples_per_step(comm.size)
-    per_epoch = steps_per_epoch(dataset.count("train"), global_batch)
+    global_batch, images = resolved.samples_per_step(comm.size), dataset.count("train")
+    if global_batch > images:
+        raise UsageError(
+            f"a step takes {global_batch} images (on {comm.size} rank{'s' * (comm.size > 1)}; --batch-size is that of each, "
+            f"--global-batch that of all), and there are {images} training images; give a smaller batch"
+        )
+    per_epoch = steps_per_epoch(images, global_batch)
     recipe = Recipe(
         base_lr=resolved.lr,
         global_batch=global_batch,

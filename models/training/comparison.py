@@ -37,6 +37,13 @@ def measure_one_rank(options: TrainOptions) -> float:
         UsageError: The short training fails; its own message is on stderr.
     """
     print("comparing: a short training on one rank, then the job", flush=True)
+    load, cores = os.getloadavg()[0], len(machine.allowed_cpus())
+    if load > 2 * cores:
+        print(
+            f"comparing: other work runs on this machine (load {load:.0f} on {cores} cores), so that speeds "
+            "say little; repeat it when there is none",
+            flush=True,
+        )
     found = _train_one_rank(options, _STEPS)
     is_cut = found["steps"] == _STEPS  # or the training has no more of them
     if is_cut and 0 < found["train_seconds"] < _SECONDS:

@@ -20,7 +20,10 @@ POSITIVE = (
     *("np", "image_size", "classes", "epochs", "batch_size", "global_batch", "limit_steps", "threads"),
     *("log_every", "keep"),
 )
-NOT_NEGATIVE = ("seed", "eval_every", "checkpoint_every", "verify_every", "workers", "warmup_epochs")
+NOT_NEGATIVE = (
+    *("seed", "eval_every", "checkpoint_every", "verify_every", "workers", "warmup_epochs", "lr", "momentum"),
+    "weight_decay",
+)
 
 
 WARM_UP_STEPS = 5

@@ -103,7 +103,7 @@ def _epoch_line(step: int, record: Mapping[str, Any]) -> str:
 
 
 def prepare_directory(
-    directory: Path, *, resume_step: int | None, overwrite: bool, config: Mapping[str, Any]
+    directory: Path, *, resume_step: int | None, resumes: bool, overwrite: bool, config: Mapping[str, Any]
 ) -> None:
     """Make the output directory and record the configuration in it; called by rank 0.
 
@@ -111,29 +111,41 @@ def prepare_directory(
         directory: The output directory.
         resume_step: Step that the training goes on from; later checkpoints are discarded. None starts
             afresh.
+        resumes: Whether going on was asked for.
         overwrite: Whether results of an earlier training may be replaced.
         config: JSON values.
 
     Raises:
-        UsageError: It holds results, and neither resuming nor overwriting was asked for.
+        UsageError: It holds results, and neither resuming nor overwriting was asked for, or it has no
+            checkpoint to resume from. It cannot be written to.
     """
     if resume_step is not None:
         checkpoint.discard_after(directory / CHECKPOINTS, resume_step)
     else:
         if not overwrite:
-            refuse_earlier_results(directory)
+            refuse_earlier_results(directory, resumes=resumes)
         for name in (TENSORBOARD, CHECKPOINTS):
             shutil.rmtree(directory / name, ignore_errors=True)
         for name in (METRICS, CURVE, SUMMARY):
             (directory / name).unlink(missing_ok=True)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write to {directory} ({error}); give another --output-dir") from None
 
 
-def refuse_earlier_results(directory: Path) -> None:
-    """Raises UsageError if `directory` holds the results of an earlier training."""
-    if (directory / METRICS).exists():
+def refuse_earlier_results(directory: Path, *, resumes: bool = False) -> None:
+    """Raises UsageError if `directory` holds the results of an earlier training, and says what to do;
+    `resumes`: going on was asked for, and there was no checkpoint."""
+    if not (directory / METRICS).exists():
+        return
+    if resumes:
         raise UsageError(
-            f"{directory} holds the results of an earlier training; give --resume to go on, --overwrite to "
-            "replace them, or another --output-dir"
+            f"{directory} has no checkpoint to go on from: that training was stopped before its first one "
+            "(--checkpoint-every); give --overwrite to start again"
         )
+    raise UsageError(
+        f"{directory} holds the results of an earlier training; give --resume to go on, --overwrite to "
+        "replace them, or another --output-dir"
+    )

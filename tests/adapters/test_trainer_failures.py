@@ -34,7 +34,9 @@ def loss_of(model, inputs, targets):
     return (model(inputs) - targets).square().mean()
 """
 # Epochs without end: a trainer that misses what has happened does not end by itself.
-LIGHTNING = TORCH + """
+LIGHTNING = (
+    TORCH
+    + """
 import lightning
 from lightning.pytorch.strategies import DDPStrategy
 class Module(lightning.LightningModule):
@@ -51,7 +53,10 @@ lightning.Trainer(
     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 ).fit(Module(), DataLoader(samples, 4))
 """
-ACCELERATE = TORCH + """
+)
+ACCELERATE = (
+    TORCH
+    + """
 from accelerate import Accelerator
 dist.init_process_group("multiring")
 accelerator = Accelerator(cpu=True)
@@ -67,6 +72,7 @@ while True:
         optimizer.step()
         step += 1
 """
+)
 TRANSFORMERS = """
 import torch, torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -98,7 +104,9 @@ model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
 callbacks = [mt.callbacks.BroadcastInitialState(), Misbehaves()]
 model.fit(inputs, targets, 4, epochs=10**6, verbose=0, callbacks=callbacks)
 """
-HOROVOD = TORCH + """
+HOROVOD = (
+    TORCH
+    + """
 import multiring.horovod.torch as hvd
 hvd.init()
 model = torch.nn.Linear(5, 1)
@@ -113,6 +121,7 @@ while True:
         optimizer.step()
         step += 1
 """
+)
 TRAINERS = {
     "lightning": LIGHTNING,
     "accelerate": ACCELERATE,

@@ -56,7 +56,9 @@ def test_a_relaunch_passes_on_every_option(changes: dict[str, Any]) -> None:
         ("--compare --np=2 --limit-steps=5", 2, "--limit-steps must be more, not 5"),
         ("--epochs=0", 2, "--epochs must be at least 1, not 0"),
         ("--seed=-1", 2, "--seed must not be negative, but is -1"),
+        ("--lr=-1", 2, "--lr must not be negative, but is -1"),
         ("--batch-size=2 --global-batch=8", 2, "exclude each other"),
+        ("--batch-size=2000", 2, "a step takes 2000 images (on 1 rank; --batch-size is that of each"),
         ("--resume", 2, "--resume without a path"),
         ("--data=/nowhere", 1, "there is no folder"),
     ],
@@ -64,6 +66,14 @@ def test_a_relaunch_passes_on_every_option(changes: dict[str, Any]) -> None:
 def test_what_is_wrong_is_told(words: str, code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(parsed(add_arguments, *words.split())) == code
     assert told in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert train.main(parsed(add_arguments, f"--output-dir={tmp_path}", "--resume")) == 2
+    assert f"{tmp_path} has no checkpoint to go on from" in capsys.readouterr().err
 
 
 def test_a_short_training_leaves_everything_it_says(
