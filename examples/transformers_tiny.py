@@ -1,9 +1,10 @@
-"""Train a language model of few weights by the Trainer of Transformers, which takes the process group that it finds.
+"""Train a small language model by the Trainer of Transformers, which takes the process group that it finds.
 
     multiring run -np 2 python examples/transformers_tiny.py
 
-The model is made from a configuration, so nothing is downloaded. It learns to count: each sentence is a row of
-numbers of which each is one more than the one before. Without a launcher the same script trains in one process.
+The model is made from a configuration, so nothing is downloaded. It learns to count: each sentence is a row
+of numbers of which each is one more than the one before. Without a launcher the same script trains in one
+process.
 """
 
 from __future__ import annotations

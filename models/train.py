@@ -159,8 +159,9 @@ def _make_job(options: TrainOptions, comm: Communicator) -> Job:
     spec.shapes(dataset.image_size)
     global_batch, images = resolved.samples_per_step(comm.size), dataset.count("train")
     if global_batch > images:
+        plural = "s" if comm.size > 1 else ""
         raise UsageError(
-            f"a step takes {global_batch} images (on {comm.size} rank{'s' * (comm.size > 1)}; --batch-size is that of each, "
+            f"a step takes {global_batch} images (on {comm.size} rank{plural}; --batch-size is that of each, "
             f"--global-batch that of all), and there are {images} training images; give a smaller batch"
         )
     per_epoch = steps_per_epoch(images, global_batch)

@@ -164,7 +164,8 @@ def trained(out, **options):
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
     arguments = TrainingArguments(
         str(out), use_cpu=True, num_train_epochs=2, per_device_train_batch_size=4 // SIZE, learning_rate=1e-2,
-        gradient_accumulation_steps=2, save_strategy="epoch", logging_steps=1, report_to="none", disable_tqdm=True,
+        gradient_accumulation_steps=2, save_strategy="epoch", logging_steps=1, report_to="none",
+        disable_tqdm=True,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=Sentences())
     trainer.train(**options)
