@@ -24,7 +24,7 @@ from multiring.torch_distributed.arguments import (
 )
 from multiring.torch_distributed.group_base import GroupBase, Outputs
 from multiring.torch_distributed.tensors import as_payload, require_count
-from multiring.torch_distributed.work import GroupWork, Part, handed_out
+from multiring.torch_distributed.work import GroupWork, Part
 
 __all__ = ["ProcessGroup"]
 
@@ -218,7 +218,7 @@ class ProcessGroup(GroupBase):
             return self._start("barrier", list, lambda _: [Part(self.comm.barrier_async())], timeout, opts)
         # The core names who is late if it has the deadline itself.
         self._wait_for_all(seconds_of(timeout, opts))
-        return handed_out(GroupWork(self, [], []))
+        return GroupWork(self, [], [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that have not come; every barrier of this backend does."""

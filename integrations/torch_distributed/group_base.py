@@ -24,7 +24,7 @@ from multiring.torch_distributed.failures import as_torch_error, describe_group
 from multiring.torch_distributed.messages import Messenger
 from multiring.torch_distributed.tensors import require_apart, resolved
 from multiring.torch_distributed.watchers import Watchers
-from multiring.torch_distributed.work import GroupWork, Part, handed_out
+from multiring.torch_distributed.work import GroupWork, Part
 
 __all__ = ["GroupBase", "Outputs"]
 
@@ -41,6 +41,7 @@ class GroupBase(dist.ProcessGroup):
     Attributes:
         comm: The communicator.
         watchers: Threads of the group.
+        kept: Works that are held until somebody waits for them.
     """
 
     def __init__(self, comm: Communicator, given: Any) -> None:
@@ -53,6 +54,7 @@ class GroupBase(dist.ProcessGroup):
         self._name, self._description = str(given.group_id), "undefined"
         self._ranks = list(given.global_ranks_in_group)
         self._store = given.store  # served by rank 0 as long as it is there
+        self.kept: set[GroupWork] = set()
         self._coalesced: list[GroupWork] | None = None
         self._closing = threading.Lock()
         self._closed = False
@@ -151,7 +153,7 @@ class GroupBase(dist.ProcessGroup):
             # Those that have ended are let go of: a block that raises has no end that would do it.
             self._coalesced = [each for each in self._coalesced if not each.is_success()]
             self._coalesced.append(work)
-        return work if what in ("send", "recv") else handed_out(work)
+        return work
 
     # Coalescing: operations run as they come, and are waited for together.
 
@@ -160,7 +162,7 @@ class GroupBase(dist.ProcessGroup):
 
     def _end_coalescing(self, device: Any = None) -> Any:
         works, self._coalesced = self._coalesced or [], None
-        return handed_out(GroupWork.joined(self, works))
+        return GroupWork.joined(self, works)
 
     start_coalescing = _start_coalescing
     end_coalescing = _end_coalescing
@@ -178,6 +180,7 @@ class GroupBase(dist.ProcessGroup):
         text = f"rank {self.comm.rank} has left the process group {self._name!r}"
         self._messenger.close(errors.AbortedError(text, rank=self.comm.rank))
         self.watchers.close()
+        self.kept.clear()
         release(self.comm)
 
     def abort(self) -> None:

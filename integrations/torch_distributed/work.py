@@ -18,9 +18,11 @@ from multiring.errors import MultiringError
 if TYPE_CHECKING:
     from multiring.torch_distributed.group_base import GroupBase
 
-__all__ = ["GroupWork", "Part", "Pending", "handed_out"]
+__all__ = ["GroupWork", "Part", "Pending"]
 
 _NO_TIMEOUT = timedelta(0)
+# Before torch 2.7, the Python part of a work that only C++ still holds is collected, and C++ waits for ever.
+_WORK_IS_COLLECTED = TorchVersion(torch.__version__) < "2.7"
 
 
 class Pending(Protocol):
@@ -80,6 +82,8 @@ class GroupWork(dist.Work):
         self._ended = False
         self._error: BaseException | None = None
         self._future: Any = None
+        if _WORK_IS_COLLECTED:
+            group.kept.add(self)
 
     @classmethod
     def joined(cls, group: GroupBase, works: Sequence[GroupWork]) -> GroupWork:
@@ -99,6 +103,7 @@ class GroupWork(dist.Work):
         """
         seconds = timeout.total_seconds()
         self._wait(time.monotonic() + seconds if seconds > 0 else None)
+        self._group.kept.discard(self)
         if self._error is not None:
             raise self._error
         return True
@@ -141,7 +146,8 @@ class GroupWork(dist.Work):
                 self._future = torch.futures.Future()
             future = self._future
         if is_new:
-            self._group.watchers.run(lambda: self._complete(future))
+            self._group.watchers.run(lambda: self._complete(future))  # which holds this work
+            self._group.kept.discard(self)
         # An exception that is set is a result for C++, which would take it for tensors; one that is raised
         # by what follows is an error there too.
         return future.then(self._value)
@@ -217,14 +223,3 @@ def _result_of(pending: Pending, limit: float | None) -> Any:
         if not pending.done():
             raise _StillPendingError(error) from error
         return pending.wait()
-
-
-# Before torch 2.7, a work of Python's that C++ holds may be collected, and then nothing ends it.
-_WORK_IS_COLLECTED = TorchVersion(torch.__version__) < "2.7"
-
-
-def handed_out(work: GroupWork) -> Any:
-    """The work as torch gets it."""
-    if not _WORK_IS_COLLECTED:
-        return work
-    return torch._C._distributed_c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]
