@@ -25,7 +25,8 @@ how it is measured:
   the same run, in turns; a turn lasts from when the last rank begins to when the last rank is done. Figures
   are medians, with the tenth and ninetieth percentile.
 
-without --framework (Torch, beside DistributedDataParallel over Gloo):
+without --framework (Torch, beside DistributedDataParallel and, with --fsdp, FSDP2, over multiring's process
+group and over Gloo):
   for ResNet-50's gradients (161 arrays, 102 MB of float32):
   step           time of a step: gradients are written, and reduced where the kind does that
   communication  what the step takes longer than without synchronisation
@@ -90,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="turns of each kind of step (default: 20)",
     )
+    parser.add_argument(
+        "--fsdp", action="store_true", help="measure Torch's FSDP2 over multiring and over Gloo as well"
+    )
     parser.set_defaults(peers=["gloo"] if importlib.util.find_spec("torch") is not None else [])
 
 
@@ -108,6 +112,8 @@ def run(comm: Communicator, args: argparse.Namespace) -> Results:
         from multiring.benchmarks.gradients import torch_gradients
 
         return torch_gradients.run(comm, args)
+    if args.fsdp:
+        raise UsageError("--fsdp measures Torch's FSDP2: leave --framework out")
     if args.emulation is not None:
         raise UsageError("--emulate measures Torch beside DistributedDataParallel: leave --framework out")
     framework = find_framework(args.framework)

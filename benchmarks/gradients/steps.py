@@ -1,5 +1,6 @@
 """Training steps to be timed: without synchronisation, with multiring's gradient hooks, and with Torch's
-DistributedDataParallel over multiring's process group and over Gloo. Each kind has a model of its own."""
+DistributedDataParallel and FSDP2 over multiring's process group and over Gloo. Each kind has a model of its
+own."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +21,7 @@ from multiring import Communicator
 from multiring.models.nets.resnet_spec import resnet
 from multiring.models.nets.resnet_torch import TorchResNet
 
-__all__ = ["KINDS", "GradientsOnly", "Step", "gradient_shapes", "make_step", "training_model"]
+__all__ = ["KINDS", "SHARDED", "GradientsOnly", "Step", "gradient_shapes", "make_step", "training_model"]
 
 BATCH, IMAGE_SIZE, CLASSES, DEPTH = 32, 32, 10, 20
 
@@ -84,8 +87,11 @@ class _Base:
 
     name: str
 
-    def __init__(self, make_model: Callable[[], nn.Module], comm: Communicator) -> None:
+    def __init__(
+        self, make_model: Callable[[], nn.Module], comm: Communicator, gloo: dist.ProcessGroup
+    ) -> None:
         self._comm = comm
+        self._gloo = gloo
         self.model = self._wrap(make_model())
         self._optimizer: torch.optim.Optimizer | None = None
         if not isinstance(self._plain(), GradientsOnly):
@@ -138,24 +144,23 @@ class Hooks(_Base):
 
 
 class Ddp(_Base):
-    """DistributedDataParallel over torch.distributed's default group.
+    """DistributedDataParallel over torch.distributed's default group, which is of the backend `multiring`.
 
     Gradients are views of its buckets, which is its faster way. The broadcast of running statistics, which is
     no part of reducing gradients, is left out.
     """
 
-    name = "DDP over Gloo"
+    name = "DDP over multiring"
+
+    def _group(self) -> dist.ProcessGroup | None:
+        return None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        return self._distributed(model)
-
-    @staticmethod
-    def _distributed(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
         with warnings.catch_warnings():
             # The newest Torch wants this option under another name, which older ones do not know.
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
-                model, process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False
+                model, process_group=self._group(), gradient_as_bucket_view=True, broadcast_buffers=False
             )
 
     def _plain(self) -> nn.Module:
@@ -164,28 +169,56 @@ class Ddp(_Base):
         return plain
 
 
-class DdpOverMultiring(Ddp):
-    """DistributedDataParallel over a process group of the backend `multiring`."""
+class DdpOverGloo(Ddp):
+    """The same over Gloo."""
 
-    name = "DDP over multiring"
+    name = "DDP over Gloo"
+
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._gloo
+
+
+class Fsdp(_Base):
+    """FSDP2 (`fully_shard`) over the default group: the parameters are gathered before the forward pass, all
+    at once, and the gradients scattered after the backward pass. Each rank updates its shard."""
+
+    name = "FSDP2 over multiring"
+
+    def _mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        self._group = dist.new_group(backend="multiring")
-        return self._distributed(model, self._group)
+        fully_shard(model, mesh=self._mesh())  # in place
+        return model
 
-    def close(self) -> None:
-        del self.model
-        dist.destroy_process_group(self._group)
+
+class FsdpOverGloo(Fsdp):
+    """The same over Gloo."""
+
+    name = "FSDP2 over Gloo"
+
+    def _mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self._gloo, "cpu")
 
 
 KINDS: dict[str, type[_Base]] = {
     "none": Unsynchronised,
     "multiring": Hooks,
-    "ddp": DdpOverMultiring,
-    "gloo": Ddp,
+    "ddp": Ddp,
+    "gloo": DdpOverGloo,
 }
+SHARDED: dict[str, type[_Base]] = {"fsdp": Fsdp, "fsdp-gloo": FsdpOverGloo}
 
 
-def make_step(kind: str, make_model: Callable[[], nn.Module], comm: Communicator) -> Step:
-    """A step of one of `KINDS` on a model of its own. Collective."""
-    return KINDS[kind](make_model, comm)
+def make_step(
+    kind: str, make_model: Callable[[], nn.Module], comm: Communicator, gloo: dist.ProcessGroup
+) -> Step:
+    """A step of one of `KINDS` or `SHARDED` on a model of its own. Collective.
+
+    Args:
+        kind: Which.
+        make_model: Makes the model.
+        comm: The ranks, which are those of torch.distributed's default group.
+        gloo: A process group of all of them over Gloo.
+    """
+    return (KINDS | SHARDED)[kind](make_model, comm, gloo)

@@ -1,7 +1,8 @@
 """What it costs to keep gradients in step in Torch, beside DistributedDataParallel.
 
 A training step without synchronisation, with multiring's gradient hooks, and with Torch's
-DistributedDataParallel over multiring's process group and over Gloo, in turns in the same run:
+DistributedDataParallel over multiring's process group and over Gloo, in turns in the same run; with `--fsdp`
+also with its FSDP2 over both:
 
 - ResNet-50's 161 gradients, 102 MB, from a backward pass that writes them and does nothing else. What a step
   takes longer than without synchronisation is its communication.
@@ -20,14 +21,14 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
 
 from multiring import Communicator
-from multiring.benchmarks.contenders import Gloo
 from multiring.benchmarks.gradients.report import GradientsReport, Memory, StepRow
 from multiring.benchmarks.gradients.steps import (
     BATCH,
     KINDS,
+    SHARDED,
     GradientsOnly,
     Step,
     gradient_shapes,
@@ -37,6 +38,7 @@ from multiring.benchmarks.gradients.steps import (
 from multiring.benchmarks.gradients.torch_state import measure_state
 from multiring.benchmarks.measure import Meeting, Sample, durations
 from multiring.benchmarks.memory import PeakMemory, proportional_bytes, return_freed_memory
+from multiring.models.peers.gloo import TorchGroup
 
 __all__ = ["TRAINING_TURN", "WARM_UP", "run"]
 
@@ -48,35 +50,45 @@ WARM_UP = 3
 def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
     """Measures; called on all ranks; the same report on all."""
     torch.set_num_threads(1)
-    kinds = list(KINDS)
-    gloo = Gloo(comm)
+    chosen = KINDS | (SHARDED if args.fsdp else {})
+    kinds = list(chosen)
+    # The default group is multiring's: what the network between hosts costs is measured for that one alone.
+    joined = TorchGroup(comm, "multiring")
+    gloo = dist.new_group(backend="gloo")
     meeting = Meeting(comm, args.cores, emulated=args.emulation is not None)
     shapes = gradient_shapes()
-    memory = [_memory(comm, kind, lambda: GradientsOnly(shapes)) for kind in kinds]
-    gradients = _times(comm, meeting, kinds, lambda: GradientsOnly(shapes), args.steps, 1)
-    training = _times(comm, meeting, kinds, training_model, args.steps, TRAINING_TURN)
+
+    def writing(kind: str) -> Step:
+        return make_step(kind, lambda: GradientsOnly(shapes), comm, gloo)
+
+    def training(kind: str) -> Step:
+        return make_step(kind, training_model, comm, gloo)
+
+    memory = [_memory(comm, kind, writing) for kind in kinds]
+    gradients = _times(comm, meeting, kinds, writing, args.steps, 1)
+    trained = _times(comm, meeting, kinds, training, args.steps, TRAINING_TURN)
     state = measure_state(comm, meeting, args.steps)
-    gloo.close()
-    names = [kind.name for kind in KINDS.values()]
+    joined.close()
+    names = [kind.name for kind in chosen.values()]
     return GradientsReport(
         **GradientsReport.run_fields(comm, args),
         bytes=4 * sum(int(np.prod(shape)) for shape in shapes),
         batch=BATCH,
         gradients=tuple(StepRow(*row) for row in zip(names, gradients, strict=True)),
-        training=tuple(StepRow(*row) for row in zip(names, training, strict=True)),
+        training=tuple(StepRow(*row) for row in zip(names, trained, strict=True)),
         memory=dict(zip(names, memory, strict=True)),
         state=state,
     )
 
 
-def _memory(comm: Communicator, kind: str, make_model: Callable[[], nn.Module]) -> Memory:
+def _memory(comm: Communicator, kind: str, make: Callable[[str], Step]) -> Memory:
     """Memory that a kind of step takes with model and gradients, in bytes: of the rank that takes most."""
     gc.collect()
     return_freed_memory()
     comm.barrier()
     before = proportional_bytes()
     with PeakMemory() as peak:
-        step = make_step(kind, make_model, comm)
+        step = make(kind)
         for _ in range(WARM_UP):
             step()
         comm.barrier()
@@ -91,13 +103,13 @@ def _times(
     comm: Communicator,
     meeting: Meeting,
     kinds: Sequence[str],
-    make_model: Callable[[], nn.Module],
+    make: Callable[[str], Step],
     turns: int,
     per_turn: int,
 ) -> list[Sample]:
     """Seconds of a step of each kind; the same on all ranks."""
     with ExitStack() as stack:
-        steps = [make_step(kind, make_model, comm) for kind in kinds]
+        steps = [make(kind) for kind in kinds]
         for step in steps:
             stack.callback(step.close)
             for _ in range(WARM_UP):

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from torch.distributed.rendezvous import register_rendezvous_handler
-
 from multiring.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
@@ -33,7 +30,12 @@ __getattr__, __dir__ = _lazy_names(__name__, {"ProcessGroup": ".group"})
 
 def register() -> None:
     """Makes the backend known to torch.distributed, where this Python's torch has that. Idempotent."""
+    # Not at the top: where this module is imported before torch, torch's own import calls this function.
+    import torch.distributed as dist
+
     if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:
+        from torch.distributed.rendezvous import register_rendezvous_handler
+
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
         register_rendezvous_handler(BACKEND, _meet_as_launched)  # type: ignore[no-untyped-call]
 

@@ -4,7 +4,7 @@ The communicator delivers the messages of a pair of ranks in the order in which 
 tags. Here, each message goes with a header that has its tag before it. While a receive waits that it might be
 for, a thread for each source takes the next header, and then the message: into the tensor of the first
 receive that it fits, or aside until one comes. Sends to a rank leave one after the other, from a thread for
-each destination.
+each destination. A message to the rank itself is put aside, or delivered, at once.
 """
 
 from __future__ import annotations
@@ -99,6 +99,13 @@ class Messenger:
         """Sends a contiguous tensor, which must not change before that is done."""
         message = Message(tensor, destination, tag, lambda: self._late("send", destination, tag))
         with self._changed:
+            if self._failure is not None:
+                message.end(self._failure)
+                return message
+            if destination == self._comm.rank:
+                self._arrived(destination, tag, tensor.clone())
+                message.end()
+                return message
             self._outgoing.setdefault(destination, deque()).append(message)
             if destination not in self._sending:
                 self._sending.add(destination)
@@ -108,8 +115,7 @@ class Messenger:
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Message:
         """Receives into a tensor, from one rank or from any (None)."""
         message = Message(tensor, source, tag, lambda: self._late("recv", source, tag))
-        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        sources = others if source is None else [source]
+        sources = range(self._comm.size) if source is None else [source]
         with self._changed:
             if self._failure is not None:
                 message.end(self._failure)
@@ -121,7 +127,7 @@ class Messenger:
                         self._deliver(message, rank, payload)
                         return message
             self._posted.append(message)
-            for rank in set(sources) - self._taking:
+            for rank in set(sources) - self._taking - {self._comm.rank}:
                 self._taking.add(rank)
                 self._watchers.run(lambda rank=rank: self._take_all(rank))  # type: ignore[misc]
             self._changed.notify_all()
@@ -176,10 +182,7 @@ class Messenger:
         if message is None:
             payload = torch.from_numpy(self._comm.recv(source, timeout=self.timeout))
             with self._changed:
-                if (late := self._next_for(source, tag)) is not None:  # that came meanwhile
-                    self._deliver(late, source, payload)
-                else:
-                    self._aside.setdefault(source, deque()).append((tag, payload))
+                self._arrived(source, tag, payload)
             return
         try:
             self._comm.recv(source, message.tensor, timeout=self.timeout)
@@ -197,21 +200,25 @@ class Messenger:
                 return message
         return None
 
+    def _arrived(self, source: int, tag: int, payload: torch.Tensor) -> None:
+        """Gives what has come to the receive that it is for, or puts it aside until there is one."""
+        message = self._next_for(source, tag)
+        if message is not None:
+            self._deliver(message, source, payload)
+        else:
+            self._aside.setdefault(source, deque()).append((tag, payload))
+
     def _deliver(self, message: Message, source: int, payload: torch.Tensor) -> None:
-        """Gives a receive what has come before it."""
         flat = payload.reshape(-1)
         if message.tensor.dtype == torch.bfloat16 and flat.dtype == torch.uint16:
             flat = flat.view(torch.bfloat16)  # NumPy has no name for it
         if flat.dtype != message.tensor.dtype or flat.numel() != message.tensor.numel():
-            message.end(
-                errors.MismatchError(
-                    f"rank {source} sent {flat.numel()} elements of {flat.dtype} with tag {message.tag}, "
-                    f"and rank {self._comm.rank} receives {message.tensor.numel()} of {message.tensor.dtype}",
-                    rank=self._comm.rank,
-                    peer=source,
-                    operation="recv",
-                )
+            text = (
+                f"rank {source} sent {flat.numel()} elements of {flat.dtype} with tag {message.tag}, "
+                f"and rank {self._comm.rank} receives {message.tensor.numel()} of {message.tensor.dtype}"
             )
+            self._comm.abort(text)  # this rank alone sees it
+            message.end(errors.MismatchError(text, rank=self._comm.rank, peer=source, operation="recv"))
             return
         message.tensor.copy_(flat.view(message.tensor.shape))
         message.source = source

@@ -1,7 +1,12 @@
-"""What each function of a process group asks of the communicator: tensors in, operations under way out."""
+"""What each function of a process group asks of the communicator: tensors in, operations under way out.
+
+Operations that the communicator has not are made of others. Those have a name that says what was asked:
+ranks compare names before data moves, so one that asks for something else is noticed.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +18,14 @@ from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.torch_distributed.reductions import Reduction, reduction_of
 from multiring.torch_distributed.sparse import allreduce_sparse
-from multiring.torch_distributed.tensors import as_numbers, as_payload, copy_apart, joined, require_count
+from multiring.torch_distributed.tensors import (
+    as_numbers,
+    as_payload,
+    copy_apart,
+    joined,
+    name_of_bytes,
+    require_count,
+)
 from multiring.torch_distributed.work import Part
 
 __all__ = [
@@ -33,36 +45,41 @@ __all__ = [
 Tensor = torch.Tensor
 
 
-def allreduce(comm: Communicator, tensor: Tensor, op: Any, what: str = "allreduce") -> Part:
-    """Reduces a tensor over all ranks, in place."""
+def allreduce(
+    comm: Communicator, tensor: Tensor, op: Any, what: str = "allreduce", name: str | None = None
+) -> Part:
+    """Reduces a tensor over all ranks, in place.
+
+    Args:
+        comm: The ranks.
+        tensor: It.
+        op: How.
+        what: The function that was called, for messages.
+        name: Of the operation, where ranks have to agree on more than the tensor and `op`.
+    """
     if tensor.layout != torch.strided:
-        return allreduce_sparse(comm, tensor, op, what)
+        return allreduce_sparse(comm, tensor, op, name or what)
     reduction, numbers = reduction_of(op, tensor, what), as_numbers(tensor, what)
-    if reduction.bitwise is not None:
-        return _combined(comm, numbers, reduction, numbers)
-    source = reduction.scaled(numbers)
-    return Part(comm.allreduce_async(source, reduction.op, numbers, prescale=reduction.prescale))
+    if reduction.bitwise is None:
+        return Part(comm.allreduce_async(numbers, reduction.op, numbers, name, reduction.prescale))
+    rows = numbers.reshape(1, numbers.numel())
+    return Part(
+        comm.allgather_async(rows, name=f"{name or what} by {reduction.name}"),
+        lambda gathered: _set(numbers, reduction.combine(list(gathered.view(comm.size, -1)))),
+    )
 
 
 def reduce(comm: Communicator, tensor: Tensor, op: Any, root: int) -> Part:
     """Reduces a tensor over all ranks; that of `root` gets the result, the others stay as they are."""
-    if comm.rank == root:
-        return allreduce(comm, tensor, op, "reduce")
-    return allreduce(comm, tensor.detach().clone(), op, "reduce")
-
-
-def _combined(comm: Communicator, numbers: Tensor, reduction: Reduction, output: Tensor) -> Part:
-    rows = numbers.reshape(1, numbers.numel())
-    return Part(
-        comm.allgather_async(rows),
-        lambda gathered: _set(output, reduction.combine(list(gathered.view(comm.size, -1)))),
-    )
+    _require_rank(comm, root, "reduce")
+    own = tensor if comm.rank == root else tensor.detach().clone()
+    return allreduce(comm, own, op, "reduce", f"reduce to rank {root}")
 
 
 def broadcast(comm: Communicator, tensor: Tensor, root: int) -> Part:
     """Gives every rank the tensor of `root`."""
     payload = as_payload(tensor, "broadcast")
-    return Part(comm.broadcast_async(payload, root, payload))
+    return Part(comm.broadcast_async(payload, root, payload, name_of_bytes(tensor)))
 
 
 def allgather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor) -> Part:
@@ -80,13 +97,16 @@ def allgather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor) -> 
         )
     if len(set(counts)) > 1:
         # The name is compared before data moves, and with it what each rank expects of the others.
-        pending = comm.allgather_async(source.reshape(-1), name=f"elements of the ranks: {counts}")
+        pending = comm.allgather_async(
+            source.reshape(-1), name=f"{tensor.dtype} elements of the ranks: {counts}"
+        )
         return Part(pending, lambda gathered: copy_apart(gathered, targets))
     flat = joined(targets)
-    rows = source.reshape(1, counts[0])
+    rows, name = source.reshape(1, counts[0]), name_of_bytes(tensor)
     if flat is not None:
-        return Part(comm.allgather_async(_apart_from(flat, rows), flat.view(size, counts[0])))
-    return Part(comm.allgather_async(rows), lambda gathered: copy_apart(gathered.reshape(-1), targets))
+        return Part(comm.allgather_async(_apart_from(flat, rows), flat.view(size, counts[0]), name))
+    pending = comm.allgather_async(rows, name=name)
+    return Part(pending, lambda gathered: copy_apart(gathered.reshape(-1), targets))
 
 
 def allgather_single(comm: Communicator, output: Tensor, tensor: Tensor) -> Part:
@@ -98,10 +118,11 @@ def allgather_single(comm: Communicator, output: Tensor, tensor: Tensor) -> Part
         raise UsageError(
             f"{what}: the output has {target.numel()} elements; expected {comm.size} ranks x {source.numel()}"
         )
-    rows = source.reshape(1, source.numel())
+    rows, name = source.reshape(1, source.numel()), name_of_bytes(tensor)
     if target.is_contiguous():
-        return Part(comm.allgather_async(_apart_from(target, rows), target.view(comm.size, source.numel())))
-    return Part(comm.allgather_async(rows), lambda gathered: _set(target, gathered))
+        whole = target.view(comm.size, source.numel())
+        return Part(comm.allgather_async(_apart_from(target, rows), whole, name))
+    return Part(comm.allgather_async(rows, name=name), lambda gathered: _set(target, gathered))
 
 
 def reduce_scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor], op: Any) -> Part:
@@ -125,7 +146,7 @@ def reduce_scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor],
         return _reduce_scatter_rows(comm, target, flat.view(comm.size, counts[0]), reduction)
     # Blocks of any size: as an allreduce, in memory of its own.
     begin, scratch = sum(counts[: comm.rank]), flat.clone()
-    whole = allreduce(comm, scratch, op, what)
+    whole = allreduce(comm, scratch, op, what, f"{what} of {counts} elements")
 
     def finish(result: Any) -> None:
         if whole.finish is not None:
@@ -151,14 +172,13 @@ def reduce_scatter_single(comm: Communicator, output: Tensor, tensor: Tensor, op
 def _reduce_scatter_rows(comm: Communicator, target: Tensor, rows: Tensor, reduction: Reduction) -> Part:
     if reduction.bitwise is not None:
         return Part(
-            comm.alltoall_async(rows),
+            comm.alltoall_async(rows, name=f"reduce_scatter by {reduction.name}"),
             lambda received: _set(target, reduction.combine(list(received.view(rows.shape)))),
         )
-    source = reduction.scaled(rows)
-    if target.is_contiguous() and not _overlap(source, target):
+    if target.is_contiguous() and not _overlap(rows, target):
         block = target.view(1, target.numel())
-        return Part(comm.reduce_scatter_async(source, reduction.op, block, prescale=reduction.prescale))
-    pending = comm.reduce_scatter_async(source, reduction.op, prescale=reduction.prescale)
+        return Part(comm.reduce_scatter_async(rows, reduction.op, block, prescale=reduction.prescale))
+    pending = comm.reduce_scatter_async(rows, reduction.op, prescale=reduction.prescale)
     return Part(pending, lambda block: _set(target, block))
 
 
@@ -177,33 +197,28 @@ def alltoall_single(
     what = "all_to_all_single"
     source, target = as_payload(tensor, what), as_payload(output, what)
     _require_same_dtype([source, target], what)
-    expected = _split_sizes(target, sizes, comm.size, f"{what}: output")
-    splits = _split_sizes(source, rows, comm.size, f"{what}: input")
-
-    def finish(received: Any) -> None:
-        joined_rows, counts = received
-        if counts.tolist() != expected:
-            raise _mismatch(comm, what, "rows", counts.tolist(), expected)
-        _set(target, joined_rows)
-
-    return Part(comm.alltoall_async(source, splits), finish)
+    received = _split_sizes(target, sizes, comm.size, f"{what}: output")
+    sent = _split_sizes(source, rows, comm.size, f"{what}: input")
+    # In elements, as torch counts them: rows of the input need not have the shape of those of the output.
+    return _exchanged(comm, what, _named(tensor), source.reshape(-1), sent, [target], received)
 
 
 def _split_sizes(tensor: Tensor, sizes: Sequence[int], size: int, what: str) -> list[int]:
+    """Elements that go to each rank, or come from it."""
     if tensor.dim() == 0:
         raise UsageError(f"{what} has no dimension to split")
-    rows = tensor.shape[0]
+    rows, row = tensor.shape[0], math.prod(tensor.shape[1:])
     if not sizes:
         if rows % size:
             raise UsageError(
                 f"{what} has {rows} rows, which {size} ranks cannot share equally: pass split sizes"
             )
-        return [rows // size] * size
+        return [rows // size * row] * size
     if len(sizes) != size or sum(sizes) != rows:
         raise UsageError(
             f"{what} has {rows} rows; its split sizes {list(sizes)} have to be {size} that add up to it"
         )
-    return [int(each) for each in sizes]
+    return [int(each) * row for each in sizes]
 
 
 def alltoall(comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Part:
@@ -217,30 +232,57 @@ def alltoall(comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Ten
     flat = joined(sources)
     if flat is None:
         flat = torch.cat([each.reshape(-1) for each in sources])
-    splits = [each.numel() for each in sources]
-    return Part(comm.alltoall_async(flat, splits), lambda received: _apart(received, targets, comm, what))
+    sent, received = ([each.numel() for each in tensors] for tensors in (sources, targets))
+    return _exchanged(comm, what, _named(inputs[0]), flat, sent, targets, received)
+
+
+def _exchanged(
+    comm: Communicator,
+    what: str,
+    name: str,
+    flat: Tensor,
+    sent: Sequence[int],
+    targets: Sequence[Tensor],
+    expected: Sequence[int],
+) -> Part:
+    """An exchange of elements: `sent[i]` of `flat` go to rank i, and `expected[i]` are to come from it."""
+
+    def finish(result: Any) -> None:
+        received, counts = result
+        if counts.tolist() != list(expected):
+            raise _mismatch(comm, what, counts.tolist(), list(expected))
+        copy_apart(received, targets)
+
+    return Part(comm.alltoall_async(flat, sent, name), finish)
+
+
+def _named(tensor: Tensor) -> str:
+    """The same for all functions that exchange elements."""
+    return " of ".join(filter(None, ["all_to_all", name_of_bytes(tensor)]))
 
 
 def gather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Part:
     """Brings the tensors of all ranks, equally large, to `root`."""
     what = "gather"
     source = as_payload(tensor, what)
-    rows = source.reshape(1, source.numel())
+    rows, name = source.reshape(1, source.numel()), name_of_bytes(tensor)
     if comm.rank != root:
-        return Part(comm.gather_async(rows, root))
+        return Part(comm.gather_async(rows, root, name))
     require_count(outputs, comm.size, what)
     targets = [as_payload(output, what) for output in outputs]
     _require_same_dtype([source, *targets], what)
     if any(target.numel() != source.numel() for target in targets):
         counts = [target.numel() for target in targets]
         raise UsageError(f"{what}: outputs of {counts} elements; expected {source.numel()} in each")
-    return Part(comm.gather_async(rows, root), lambda got: copy_apart(got.reshape(-1), targets))
+    return Part(comm.gather_async(rows, root, name), lambda got: copy_apart(got.reshape(-1), targets))
 
 
 def scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor], root: int) -> Part:
     """Gives rank i the i-th of the tensors of `root`, which are equally large."""
     what = "scatter"
     target = as_payload(output, what)
+    # The communicator lets the root alone decide on sizes: here, ranks know what they expect.
+    name = f"{what} of {target.numel()} elements of {output.dtype} to each rank"
     rows = None
     if comm.rank == root:
         require_count(inputs, comm.size, what)
@@ -257,31 +299,22 @@ def scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor], root: 
         got = torch.from_numpy(block) if isinstance(block, np.ndarray) else block
         if target.dtype == torch.bfloat16 and got.dtype == torch.uint16:
             got = got.view(torch.bfloat16)  # NumPy has no name for it
-        if got.dtype != target.dtype or got.numel() != target.numel():
-            there, here = f"{got.numel()} elements of {got.dtype}", f"{target.numel()} of {target.dtype}"
-            raise _mismatch(comm, what, "", there, here)
         _set(target, got)
 
-    return Part(comm.scatter_async(rows, root), finish)
+    return Part(comm.scatter_async(rows, root, name), finish)
 
 
-def _apart(received: Any, targets: Sequence[Tensor], comm: Communicator, what: str) -> None:
-    flat, counts = received
-    expected = [target.numel() for target in targets]
-    if counts.tolist() != expected:
-        raise _mismatch(comm, what, "elements", counts.tolist(), expected)
-    copy_apart(flat, targets)
+def _mismatch(comm: Communicator, what: str, sent: object, expected: object) -> errors.MismatchError:
+    """What to raise where this rank alone sees that ranks disagree; the others are told by an abort."""
+    here = f"{what} on rank {comm.rank} ({comm.host})"
+    text = f"{here}: the ranks sent {sent} elements where it expects {expected}"
+    comm.abort(text)
+    return errors.MismatchError(text, rank=comm.rank, host=comm.host, operation=what)
 
 
-def _mismatch(
-    comm: Communicator, what: str, unit: str, sent: object, expected: object
-) -> errors.MismatchError:
-    return errors.MismatchError(
-        f"{what} on rank {comm.rank} ({comm.host}): the ranks sent {sent} {unit} where it expects {expected}",
-        rank=comm.rank,
-        host=comm.host,
-        operation=what,
-    )
+def _require_rank(comm: Communicator, rank: int, what: str) -> None:
+    if not 0 <= rank < comm.size:
+        raise UsageError(f"{what}: there is no rank {rank} in this group of {comm.size}")
 
 
 def _set(target: Tensor, values: Tensor) -> None:

@@ -35,22 +35,15 @@ class Reduction:
 
     Attributes:
         op: As the core calls it; bitwise operations, which it lacks, are done by gathering.
-        bitwise: What combines two tensors, if it is one of those.
-        factor: Of each input (PREMUL_SUM); a tensor where it differs between elements.
+        prescale: Factor of each input (PREMUL_SUM).
+        bitwise: What combines two tensors, if it is a bitwise operation.
+        name: Of a bitwise operation.
     """
 
     op: ReduceOpName
+    prescale: float = 1.0
     bitwise: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    factor: float | torch.Tensor = 1.0
-
-    @property
-    def prescale(self) -> float:
-        """The factor as the core takes it; 1 where `scaled` has applied it."""
-        return 1.0 if isinstance(self.factor, torch.Tensor) else self.factor
-
-    def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The input, multiplied by what the core cannot."""
-        return tensor * self.factor if isinstance(self.factor, torch.Tensor) else tensor
+    name: str = ""
 
     def combine(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bitwise reduction of tensors."""
@@ -83,14 +76,8 @@ def reduction_of(op: Any, tensor: torch.Tensor, what: str) -> Reduction:
         name, function = _BITWISE[kind]
         if tensor.is_floating_point() or tensor.is_complex():
             raise UsageError(f"{what}: there is no {name} of {tensor.dtype}; integers and bool have one")
-        return Reduction("sum", function)
+        return Reduction("sum", bitwise=function, name=name)
     if kind == ReduceOp.PREMUL_SUM:
-        return Reduction("sum", factor=_factor(op))
+        # A number, or a tensor with one; older versions of torch tell it to a pickler alone.
+        return Reduction("sum", float(op.factor if hasattr(op, "factor") else op.__getstate__()[1]))
     return Reduction(_NATIVE[kind])
-
-
-def _factor(op: Any) -> float | torch.Tensor:
-    factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
-    if isinstance(factor, torch.Tensor):
-        return float(factor) if factor.numel() == 1 else factor
-    return float(factor)

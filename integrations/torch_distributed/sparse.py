@@ -39,10 +39,11 @@ def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any, what: st
     own = tensor.detach().coalesce()
     values = as_numbers(own.values(), what)
     # Names are compared before data moves, and with them what has to be equal on all ranks.
-    name = f"sparse tensor of shape {tuple(own.shape)}, {own.sparse_dim()} dimensions of it sparse"
+    how = "average" if op == ReduceOp.AVG else "sum"
+    name = f"{what} ({how}) of shape {tuple(own.shape)}, {own.sparse_dim()} dimensions of it sparse"
     pending = _Both(
-        comm.allgather_async(own.indices().t().contiguous(), name=f"indices of a {name}"),
-        comm.allgather_async(values.contiguous(), name=f"values of a {name}"),
+        comm.allgather_async(own.indices().t().contiguous(), name=f"indices of a sparse {name}"),
+        comm.allgather_async(values.contiguous(), name=f"values of a sparse {name}"),
     )
 
     def finish(gathered: list[torch.Tensor]) -> None:

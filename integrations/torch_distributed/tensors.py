@@ -8,7 +8,16 @@ import torch
 
 from multiring.errors import UsageError
 
-__all__ = ["as_numbers", "as_payload", "copy_apart", "joined", "only", "require_count"]
+__all__ = [
+    "as_numbers",
+    "as_payload",
+    "copy_apart",
+    "joined",
+    "name_of_bytes",
+    "require_apart",
+    "require_count",
+    "resolved",
+]
 
 # Those that the core computes with and moves; others are moved as bytes.
 _KNOWN = {
@@ -66,15 +75,30 @@ def as_payload(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return plain if plain.dtype in _KNOWN else plain.view(torch.uint8)
 
 
-def only(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
-    """The one tensor of a list, as functions of process groups take it.
+def name_of_bytes(tensor: torch.Tensor) -> str | None:
+    """What to call an operation that moves a tensor as bytes, so that ranks compare its dtype all the same;
+    None: the core knows the dtype, or it is complex."""
+    return None if tensor.dtype in _KNOWN or tensor.is_complex() else f"bytes of {tensor.dtype}"
 
-    Raises:
-        UsageError: There is another number of them.
-    """
-    if len(tensors) != 1:
-        raise UsageError(f"{what} takes one tensor for each rank, and was given {len(tensors)}")
-    return tensors[0]
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; or, where its elements are to be taken as negated or conjugated, a copy that has
+    them so: memory that is written to for it would hold something else than its elements."""
+    if tensor.is_neg() or tensor.is_conj():
+        return tensor.detach().resolve_conj().resolve_neg()
+    return tensor
+
+
+def require_apart(tensor: torch.Tensor, what: str) -> None:
+    """Raises UsageError if elements of an output share memory, as `expand` makes them."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.numel() and any(extent > 1 and step == 0 for extent, step in extents):
+        raise UsageError(
+            f"{what}: elements of the output share memory (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}), so it cannot hold the result; pass tensor.contiguous()"
+        )
 
 
 def require_count(tensors: Sequence[object], size: int, what: str) -> None:

@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
+from multiring import errors
 from multiring.errors import MultiringError
 
 if TYPE_CHECKING:
-    from multiring.torch_distributed.group import ProcessGroup
+    from multiring.torch_distributed.group_base import GroupBase
 
 __all__ = ["GroupWork", "Part", "Pending"]
 
 _NO_TIMEOUT = timedelta(0)
+# Before torch 2.7, the Python part of a work that only C++ still holds is collected, and C++ waits for ever.
+_WORK_IS_COLLECTED = TorchVersion(torch.__version__) < "2.7"
 
 
 class Pending(Protocol):
@@ -40,6 +44,16 @@ class Part(NamedTuple):
     pending: Pending
     finish: Callable[[Any], object] | None = None
 
+    def followed_by(self, function: Callable[[], object]) -> Part:
+        """The same, with something to be done after `finish`."""
+
+        def finish(result: Any) -> None:
+            if self.finish is not None:
+                self.finish(result)
+            function()
+
+        return Part(self.pending, finish)
+
 
 class GroupWork(dist.Work):
     """An operation of a process group, made of one or several of the communicator.
@@ -54,7 +68,7 @@ class GroupWork(dist.Work):
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: GroupBase,
         parts: Sequence[Part],
         outputs: Sequence[torch.Tensor],
         timeout: float | None = None,
@@ -68,9 +82,11 @@ class GroupWork(dist.Work):
         self._ended = False
         self._error: BaseException | None = None
         self._future: Any = None
+        if _WORK_IS_COLLECTED:
+            group.kept.add(self)
 
     @classmethod
-    def joined(cls, group: ProcessGroup, works: Sequence[GroupWork]) -> GroupWork:
+    def joined(cls, group: GroupBase, works: Sequence[GroupWork]) -> GroupWork:
         """Several as one."""
         parts = [Part(_WorkAsPending(work)) for work in works]
         return cls(group, parts, [output for work in works for output in work._outputs])
@@ -87,6 +103,7 @@ class GroupWork(dist.Work):
         """
         seconds = timeout.total_seconds()
         self._wait(time.monotonic() + seconds if seconds > 0 else None)
+        self._group.kept.discard(self)
         if self._error is not None:
             raise self._error
         return True
@@ -129,7 +146,8 @@ class GroupWork(dist.Work):
                 self._future = torch.futures.Future()
             future = self._future
         if is_new:
-            self._group.watchers.run(lambda: self._complete(future))
+            self._group.watchers.run(lambda: self._complete(future))  # which holds this work
+            self._group.kept.discard(self)
         # An exception that is set is a result for C++, which would take it for tensors; one that is raised
         # by what follows is an error there too.
         return future.then(self._value)
@@ -152,18 +170,18 @@ class GroupWork(dist.Work):
             return
         limit = min((each for each in (until, self._deadline) if each is not None), default=None)
         try:
-            results = [part.pending.wait(_left(limit)) for part in self._parts]
+            results = [_result_of(part.pending, limit) for part in self._parts]
             with self._lock:
                 if not self._ended:
                     for part, result in zip(self._parts, results, strict=True):
                         if part.finish is not None:
                             part.finish(result)
                     self._ended = True
+        except _StillPendingError as late:
+            if limit != self._deadline:
+                raise self._group.explained(late.error) from late.error
+            self._end(self._group.explained(self._group.break_by(late.error)))
         except MultiringError as error:
-            if not self._are_done():
-                if limit != self._deadline:
-                    raise self._group.explained(error) from error
-                error = self._group.break_by(error)
             self._end(self._group.explained(error))
         except Exception as error:  # what an operation's `finish` raises, such as a failed copy
             self._end(error)
@@ -186,5 +204,22 @@ class _WorkAsPending:
         self._work.wait(_NO_TIMEOUT if timeout is None else timedelta(seconds=max(timeout, 1e-6)))
 
 
-def _left(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())
+class _StillPendingError(Exception):
+    """The time to wait is up, and the operation has not ended; `error` says so."""
+
+    def __init__(self, error: errors.TimeoutError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _result_of(pending: Pending, limit: float | None) -> Any:
+    """What it returns or raises, or `_StillPendingError` if it has not ended at `limit`."""
+    try:
+        return pending.wait(None if limit is None else max(0.0, limit - time.monotonic()))
+    except errors.TimeoutError as error:
+        # An operation may as well fail because its own time is up, at the same moment even.
+        if limit is None or time.monotonic() < limit:
+            raise
+        if not pending.done():
+            raise _StillPendingError(error) from error
+        return pending.wait()

@@ -1,4 +1,4 @@
-"""The ranks of a communicator as torch.distributed's default group over Gloo."""
+"""The ranks of a communicator as torch.distributed's default group."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import Path
 
 from multiring import Communicator
 
-__all__ = ["GlooGroup"]
+__all__ = ["GlooGroup", "TorchGroup"]
 
 
-class GlooGroup:
-    """torch.distributed's default group, over Gloo. Made and closed collectively.
+class TorchGroup:
+    """torch.distributed's default group. Made and closed collectively.
 
     Its ranks meet in a file, which stays until the group is closed: groups that are made of it need it too.
 
     Args:
         comm: The ranks.
+        backend: Its backend; groups over Gloo may be made of it, whichever it is.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, backend: str) -> None:
         import torch
         from torch import distributed
         from torch._C._distributed_c10d import FileStore
@@ -32,7 +33,7 @@ class GlooGroup:
         self._directory = tempfile.TemporaryDirectory(prefix="multiring-bench-") if comm.rank == 0 else None
         directory = comm.broadcast_object(self._directory.name if self._directory else None)
         store = FileStore(str(Path(directory) / "store"), comm.size)
-        distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+        distributed.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
 
     def close(self) -> None:
         """Leaves the group."""
@@ -42,3 +43,10 @@ class GlooGroup:
         distributed.destroy_process_group()
         if self._directory is not None:
             self._directory.cleanup()
+
+
+class GlooGroup(TorchGroup):
+    """torch.distributed's default group, over Gloo."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm, "gloo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
@@ -72,6 +74,9 @@ def test_premultiplied_sums(comm: Communicator) -> None:
         tensor = numbers(SHAPE, comm.rank, dtype)
         dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
         assert torch.equal(tensor, _expected(R.SUM, dtype, comm.size) / 2)
+    tensor = numbers(SHAPE, comm.rank, torch.int32)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))  # each input is truncated
+    assert torch.equal(tensor, sum((numbers(SHAPE, r).double() / 2).trunc() for r in range(3)).int())  # type: ignore[union-attr]
     factor = torch.tensor([0.25])
     output, rows = torch.empty(3), numbers((9,), comm.rank)
     dist.reduce_scatter_single(output, rows, dist._make_nccl_premul_sum(factor))
@@ -184,6 +189,41 @@ def test_memory_that_is_not_contiguous(comm: Communicator) -> None:
 
 
 @with_world()
+def test_results_for_negated_and_conjugated_views(comm: Communicator) -> None:
+    """Their memory holds other numbers than their elements."""
+    group = dist.group.WORLD
+
+    def view() -> tuple[torch.Tensor, torch.Tensor]:
+        memory = torch.complex(torch.zeros(4), numbers((4,), comm.rank))
+        return memory, memory.conj().imag
+
+    total = _expected(R.SUM, torch.float32, 2, (4,))
+    memory, tensor = view()
+    assert tensor.is_neg()
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, -total)
+    assert torch.equal(memory.imag, total)
+    _, tensor = view()
+    dist.broadcast(tensor, 1)
+    assert torch.equal(tensor, -numbers((4,), 1))
+    outputs = [view()[1], view()[1]]
+    dist.all_gather(outputs, view()[1])
+    assert torch.equal(torch.stack(outputs), -torch.stack([numbers((4,), rank) for rank in range(2)]))
+    _, tensor = view()
+    if comm.rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+        assert torch.equal(tensor, -numbers((4,), 0))
+    tensor = numbers((4,), comm.rank, torch.complex64).conj()
+    group.allreduce([tensor]).wait()  # type: ignore[union-attr]
+    assert tensor.is_conj()
+    assert torch.equal(
+        tensor.resolve_conj(), _expected(R.SUM, torch.complex64, 2, (4,)).conj().resolve_conj()
+    )
+
+
+@with_world()
 def test_an_output_that_is_part_of_the_input(comm: Communicator) -> None:
     whole = numbers((4, 3), comm.rank)
     dist.reduce_scatter_single(whole.chunk(2)[comm.rank], whole)
@@ -257,6 +297,28 @@ _WRONG: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: dist.reduce_scatter_single(torch.zeros(1), torch.zeros(2, dtype=torch.int32)),
     ),
     "sparse": ("sparse", lambda: dist.broadcast(torch.zeros(2).to_sparse(), 0)),
+    "shared elements": (
+        "elements of the output share memory",
+        lambda: dist.all_reduce(torch.zeros(1).expand(3)),
+    ),
+    "shared rows": (
+        "elements of the output share memory",
+        lambda: dist.all_gather_single(torch.zeros(2, 1).expand(2, 3), torch.zeros(3)),
+    ),
+    "two tensors": (
+        "takes one tensor",
+        lambda: dist.group.WORLD.allreduce([torch.zeros(2), torch.zeros(2)]),  # type: ignore[union-attr]
+    ),
+    "two lists": (
+        "takes one list",
+        lambda: dist.group.WORLD.allgather([[torch.zeros(2)] * 2] * 2, [torch.zeros(2)]),  # type: ignore[union-attr]
+    ),
+    "rank": ("no rank 2", lambda: dist.group.WORLD.send([torch.zeros(2)], 2, 0)),  # type: ignore[union-attr]
+    "device": ("no backend for cuda", lambda: dist.group.WORLD._get_backend(torch.device("cuda"))),  # type: ignore[union-attr]
+    "longer timeout": (
+        "only be made shorter",
+        lambda: distributed_c10d._set_pg_timeout(timedelta(hours=1)),
+    ),
     "meta": ("CPU tensors", lambda: dist.all_reduce(torch.zeros(2, device="meta"))),
 }
 
@@ -264,8 +326,9 @@ _WRONG: dict[str, tuple[str, Callable[[], object]]] = {
 @all_raise(UsageError, what={name: text for name, (text, _) in _WRONG.items()})
 def test_what_is_refused_names_itself_and_leaves_the_group_usable(comm: Communicator, what: str) -> None:
     with world(comm):
-        with pytest.raises(RuntimeError, match=r"\[process group '0', rank \d\]") as caught:
+        with pytest.raises(UsageError, match=r"\[process group '0', rank \d\]") as caught:
             _WRONG[what][1]()
+        assert isinstance(caught.value, RuntimeError)
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         assert torch.equal(tensor, torch.full((2,), 2.0))

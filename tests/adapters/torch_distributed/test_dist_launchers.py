@@ -13,6 +13,8 @@ from tests.support import REPOSITORY, Job
 
 SCRIPT = """
 import sys
+if "launched" in sys.argv:
+    import multiring.torch_distributed  # before torch, which registers the backend while it is imported
 import torch, torch.distributed as dist
 
 def main(rank=None, size=None, url=None):
@@ -37,6 +39,19 @@ if __name__ == "__main__":
         mp.spawn(main, (2, sys.argv[1]), 2)
     else:
         main()
+"""
+
+
+COMPILED = """
+import torch, torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+dist.init_process_group("multiring")
+step = lambda tensor: functional.all_reduce(tensor * 2, "sum", dist.group.WORLD).exp() + 1
+tensor = torch.arange(4.0) + dist.get_rank()
+torch.testing.assert_close(torch.compile(step, fullgraph=True)(tensor), step(tensor))
+print("compiled", flush=True)
+dist.destroy_process_group()
 """
 
 
@@ -75,3 +90,15 @@ def test_any_launcher_starts_the_ranks(
     result = Job([*commands[launcher], destroy], installed).run(60.0, 0)
     assert "reduced over 2" in result.stdout
     assert "none of the 2 ranks" not in result.stderr
+
+
+def test_inductor_compiles_a_collective(installed: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "compiled.py").write_text(COMPILED)
+    # Compiling takes long on a machine that has much to do.
+    environment = {
+        **installed,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "multiring", "run", "-np", "2", str(tmp_path / "compiled.py")]
+    assert Job(command, environment).run(300.0, 0).stdout.count("compiled") == 2

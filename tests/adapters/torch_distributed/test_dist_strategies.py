@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.distributed.checkpoint as checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,11 +22,9 @@ from multiring import Communicator
 from multiring.torch_distributed import ProcessGroup
 from tests.adapters.torch_distributed.support import (
     TIMEOUT,
-    fresh_directory,
     numbers,
     shared_store,
     with_world,
-    world,
 )
 
 Build = Callable[[torch.nn.Module, Any], torch.nn.Module]
@@ -129,6 +126,29 @@ def test_fully_sharded(comm: Communicator) -> None:
     _same_as_ddp(sharded)
 
 
+@with_world(4, (4, 2))
+def test_sharded_and_replicated(comm: Communicator) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _same_as_ddp(lambda model, _: fully_shard(model, mesh=mesh))
+
+
+@with_world()
+def test_sparse_gradients_of_an_embedding(comm: Communicator) -> None:
+    def run(group: Any) -> list[Any]:
+        torch.manual_seed(5)
+        layers = torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 2)
+        model = _parallel(torch.nn.Sequential(*layers), group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            words = [[0, 1, 1], [1, 2, 8], [8, 8, 3]] if comm.rank else [[step, 4]]
+            model(torch.tensor(words)).square().sum().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    _same_as_gloo(run)
+
+
 @with_world(3)
 def test_distributed_tensors(comm: Communicator) -> None:
     mesh = init_device_mesh("cpu", (3,))
@@ -142,17 +162,6 @@ def test_distributed_tensors(comm: Communicator) -> None:
     assert (rows.sum().full_tensor() - whole.sum()).abs() == 0
     product = distribute_tensor(whole.t().contiguous(), mesh, [Shard(1)]) @ rows
     assert torch.equal(product.full_tensor(), whole.t() @ whole)
-
-
-def test_checkpoints(comm: Communicator) -> None:
-    with world(comm), fresh_directory(comm) as directory:
-        mesh = init_device_mesh("cpu", (2,))
-        saved = {"sharded": distribute_tensor(numbers((6, 2), 0), mesh, [Shard(0)]), "step": 7}
-        checkpoint.save(saved, checkpoint_id=str(directory / "c"))
-        loaded = {"sharded": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)]), "step": 0}
-        checkpoint.load(loaded, checkpoint_id=str(directory / "c"))
-        assert torch.equal(loaded["sharded"].full_tensor(), numbers((6, 2), 0))  # type: ignore[attr-defined]
-        assert loaded["step"] == 7
 
 
 @with_world()

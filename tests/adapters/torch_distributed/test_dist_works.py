@@ -1,13 +1,18 @@
-"""What operations that were not waited for give: works, futures, coalescing; messages; what goes wrong."""
+"""What operations that were not waited for give: works, futures, coalescing; what goes wrong."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import time
+import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import multiring
 from multiring import Communicator
+from multiring.torch_distributed import work as work_module
+from multiring.torch_distributed.work import GroupWork, Part
 from tests.adapters.torch_distributed.support import TIMEOUT, numbers, with_world, world
 from tests.nursery import Nursery
 from tests.on_ranks import refuses
-
-LARGE = 300_000  # elements: more than a mailbox holds, so a send waits for its receiver
 
 
 def _sum(*shape: int) -> torch.Tensor:
@@ -93,6 +98,43 @@ def test_coalesced_operations(comm: Communicator) -> None:
 
 
 @with_world()
+def test_works_that_torch_2_6_would_collect(comm: Communicator) -> None:
+    group: Any = dist.group.WORLD
+    with mock.patch.object(work_module, "_WORK_IS_COLLECTED", True):
+        work = dist.all_reduce(numbers((3,), comm.rank), async_op=True)
+        held = weakref.ref(work)
+        del work
+        assert held() is not None
+        held().wait()  # type: ignore[union-attr]
+        total = numbers((3,), comm.rank)
+        dist._broadcast_coalesced(group, [total], 1000, 1)  # waits in C++
+        assert torch.equal(total, numbers((3,), 1))
+        dist.all_reduce(total, async_op=True).get_future().wait()
+        dist.barrier()
+    assert held() is None
+    assert not group.kept
+
+
+@with_world()
+def test_a_coalescing_block_that_raises(comm: Communicator) -> None:
+    group, tensor = dist.group.WORLD, numbers((3,), comm.rank)
+    with pytest.raises(KeyError), dist._coalescing_manager(device=torch.device("cpu")):
+        group.allreduce([tensor]).wait()
+        raise KeyError
+    assert torch.equal(tensor, _sum(3))
+    # Torch itself notes from here on what it should run, and has to be told otherwise.
+    dist.distributed_c10d._world.pg_coalesce_state.clear()
+    held = weakref.ref(tensor)
+    del tensor
+    group.barrier().wait()
+    assert held() is None  # nothing waits for the block's end
+    tensor = numbers((3,), comm.rank)
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        group.allreduce([tensor])
+    assert torch.equal(tensor, _sum(3))
+
+
+@with_world()
 def test_functions_that_torch_calls_by_other_names(comm: Communicator) -> None:
     group = dist.group.WORLD
     lists = [[torch.empty(2), torch.empty(3, 2)] for _ in range(2)]
@@ -112,6 +154,44 @@ def test_functions_that_torch_calls_by_other_names(comm: Communicator) -> None:
 
 
 @with_world()
+def test_the_overloads_of_process_groups(comm: Communicator) -> None:
+    group, mine, total = dist.group.WORLD, partial(numbers, (4,), comm.rank), _sum(4)
+    every, limit = [numbers((4,), rank) for rank in range(2)], timedelta(seconds=20)
+    reduced = [mine() for _ in range(4)]
+    group.allreduce(reduced[0]).wait()
+    group.allreduce(tensor=reduced[1]).wait()
+    group.allreduce([reduced[2]], dist.ReduceOp.SUM, limit).wait()
+    group.allreduce(tensor=reduced[3], op=dist.ReduceOp.AVG, timeout=limit).wait()
+    for tensor, wanted in zip(reduced, [total] * 3 + [total / 2], strict=True):
+        assert torch.equal(tensor, wanted)
+    ones = [mine() for _ in range(3)]
+    group.broadcast(ones[0], 1).wait()
+    group.broadcast(ones[1], root=1).wait()
+    group.broadcast(tensor=ones[2], root=1, timeout=limit).wait()
+    assert all(torch.equal(tensor, every[1]) for tensor in ones)
+    reduced = [mine() for _ in range(2)]
+    group.reduce(reduced[0], 1, dist.ReduceOp.MAX).wait()
+    group.reduce(tensor=reduced[1], root=1, op=dist.ReduceOp.MAX).wait()
+    wanted = torch.maximum(*every) if comm.rank == 1 else mine()
+    assert all(torch.equal(tensor, wanted) for tensor in reduced)
+    outputs = [[torch.empty(4), torch.empty(4)] for _ in range(4)]
+    group.allgather(outputs[0], mine()).wait()
+    group.allgather(output_tensors=outputs[1], input_tensor=mine(), timeout=limit).wait()
+    group.gather([outputs[2]] if comm.rank == 0 else [], [mine()]).wait()  # to rank 0
+    group.gather(outputs[3] if comm.rank == 0 else [], mine(), root=0).wait()
+    for output in outputs if comm.rank == 0 else outputs[:2]:
+        assert torch.equal(torch.stack(output), torch.stack(every))
+    blocks = [torch.empty(2) for _ in range(2)]
+    group.scatter(blocks[0], list(mine().chunk(2)) if comm.rank == 0 else [], 0).wait()
+    assert torch.equal(blocks[0], every[0].chunk(2)[comm.rank])
+    group.reduce_scatter(blocks[1], list(mine().chunk(2)), dist.ReduceOp.SUM).wait()
+    assert torch.equal(blocks[1], total.chunk(2)[comm.rank])
+    group.barrier(limit).wait()
+    assert group._device_types == [torch.device("cpu")]
+    assert not group._get_backend(torch.device("cpu")).supports_tensor_alloc(torch.device("cpu"))
+
+
+@with_world()
 def test_who_waits_a_while_may_wait_again(comm: Communicator) -> None:
     tensor = numbers((3,), comm.rank)
     if comm.rank == 0:
@@ -124,74 +204,6 @@ def test_who_waits_a_while_may_wait_again(comm: Communicator) -> None:
         comm.barrier()
         dist.all_reduce(tensor)
     assert torch.equal(tensor, _sum(3))
-
-
-@with_world()
-def test_tags_are_matched_whatever_the_order(comm: Communicator) -> None:
-    """Messages with one tag keep their order."""
-    sent = [(tag, numbers((size,), tag)) for tag, size in enumerate((3, LARGE, 5))]
-    sent += [(3, torch.full((3,), float(index))) for index in range(20)]
-    if comm.rank == 0:
-        for work in [dist.isend(tensor, 1, tag=tag) for tag, tensor in sent]:
-            work.wait()
-        return
-    for tag in (2, 0, 1):
-        tensor = torch.empty_like(sent[tag][1])
-        assert dist.recv(tensor, 0, tag=tag) == 0
-        assert torch.equal(tensor, sent[tag][1])
-    tensors = [torch.empty(3) for _ in range(20)]
-    works = [dist.irecv(tensor, 0, tag=3) for tensor in tensors]
-    for index, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
-        work.wait()
-        assert torch.equal(tensor, torch.full((3,), float(index)))
-
-
-@with_world(3)
-def test_any_source(comm: Communicator) -> None:
-    if comm.rank > 0:
-        dist.send(numbers((4,), comm.rank), 0, tag=comm.rank % 2)
-        dist.send(numbers((4,), 10 + comm.rank), 0, tag=7)
-    else:
-        found = torch.empty(4)
-        for tag, source in ((1, 1), (0, 2)):  # only one rank sends each
-            assert dist.recv(found, tag=tag) == source
-            assert torch.equal(found, numbers((4,), source))
-        sources = set()
-        for _ in range(2):
-            source = dist.recv(found, tag=7)
-            assert torch.equal(found, numbers((4,), 10 + source))
-            sources.add(source)
-        assert sources == {1, 2}
-    dist.barrier()
-
-
-@with_world(3)
-def test_large_messages_in_a_circle_and_in_batches(comm: Communicator) -> None:
-    after, before = (comm.rank + 1) % 3, (comm.rank + 2) % 3
-    received = torch.empty(LARGE)
-    operations = [
-        dist.P2POp(dist.isend, numbers((LARGE,), comm.rank), after),
-        dist.P2POp(dist.irecv, received, before),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    assert torch.equal(received, numbers((LARGE,), before))
-
-
-@with_world()
-def test_messages_pass_collectives(comm: Communicator) -> None:
-    # A receive that waits does not keep the ranks from reducing meanwhile.
-    tensor = torch.empty(4, 2)[:, 0]
-    work = dist.irecv(tensor, 0) if comm.rank == 1 else None
-    total = torch.ones(3)
-    dist.all_reduce(total)
-    assert torch.equal(total, torch.full((3,), 2.0))
-    if work is None:
-        dist.send(numbers((4,), 0), 1)
-    else:
-        work.wait()
-        assert work.is_completed()
-        assert torch.equal(tensor, numbers((4,), 0))
 
 
 @with_world()
@@ -218,16 +230,6 @@ def test_operations_and_lists_that_differ(comm: Communicator) -> None:
         dist.all_gather([torch.empty(count) for count in counts], torch.ones(counts[comm.rank]))
 
 
-@with_world()
-def test_a_message_of_another_size(comm: Communicator) -> None:
-    if comm.rank == 0:
-        dist.send(torch.ones(2), 1)
-        comm.barrier()
-    else:
-        refuses(RuntimeError, "rank 0 .*float32", dist.recv, torch.ones(3), 0)
-        comm.barrier()
-
-
 def test_an_error_reaches_futures_and_backward(comm: Communicator) -> None:
     with world(comm):
         work = dist.all_reduce(torch.ones(2 + comm.rank), async_op=True)
@@ -241,12 +243,43 @@ def test_an_error_reaches_futures_and_backward(comm: Communicator) -> None:
         refuses(RuntimeError, "a test ends the group", loss.backward)
 
 
+def _reduce_within(timeout: timedelta) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where it cannot set it
+        dist.distributed_c10d._set_pg_timeout(timeout)
+    dist.all_reduce(torch.ones(2))
+
+
+def test_a_work_of_several_parts_tells_which_failed(comm: Communicator) -> None:
+    class Pending:
+        def __init__(self, error: multiring.MultiringError | None = None) -> None:
+            self.done = lambda: error is not None
+            self.error = error
+
+        def wait(self, timeout: float | None = None) -> None:
+            if self.error is not None:
+                raise self.error
+            time.sleep(timeout or 0.0)
+            raise multiring.TimeoutError("not complete")
+
+    with world(comm) as group:
+        for limit, error in ((None, multiring.PeerLostError("lost")), (60.0, multiring.TimeoutError("own"))):
+            work = GroupWork(group, [Part(Pending(error)), Part(Pending())], [], limit)
+            refuses(type(error), str(error), work.wait)
+            dist.all_reduce(torch.ones(2))  # the group goes on
+        work = GroupWork(group, [Part(Pending())], [], 0.01)
+        refuses(multiring.TimeoutError, "not complete", work.wait, timedelta(milliseconds=1))
+        comm.barrier()  # or another rank's error would come first
+        refuses(multiring.TimeoutError, "broken on all ranks", work.wait)
+
+
 def test_a_rank_that_does_not_come(comm: Communicator) -> None:
     short = timedelta(seconds=2)  # in which the ranks meet, too
     cases: list[tuple[timedelta, str, Callable[[], object]]] = [
         (short, "rank 1.*process group '0'", lambda: dist.all_reduce(torch.ones(2))),
         (short, "recv with tag 3 on rank 0.*rank 1", lambda: dist.recv(torch.ones(2), 1, tag=3)),
-        (TIMEOUT, r"barrier.*broken on all ranks.*rank 0\]", lambda: dist.barrier(timeout=short / 10)),
+        (TIMEOUT, r"barrier.*for rank 1.*rank 0\]", lambda: dist.barrier(timeout=short / 10)),
+        (TIMEOUT, r"allreduce.*broken on all ranks.*rank 0\]", lambda: _reduce_within(short / 10)),
     ]
     for timeout, text, call in cases:
         with world(comm, timeout):

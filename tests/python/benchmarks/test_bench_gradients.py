@@ -79,11 +79,12 @@ def test_memory_is_seen() -> None:
 
 
 def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
-    words = ["-np", "2", "--steps", "1", "--plot", "DIR/r.png"]
+    words = ["-np", "2", "--steps", "1", "--fsdp", "--plot", "DIR/r.png"]
     done, files = measured(*words, benchmark="gradients")
     report = json.loads(files["r.json"])
     assert sorted(files) == ["r.json", "r.png"]
-    names = ["no synchronisation", "multiring", "DDP over multiring", "DDP over Gloo"]
+    names = ["no synchronisation", "multiring"]
+    names += [f"{way} over {by}" for way in ("DDP", "FSDP2") for by in ("multiring", "Gloo")]
     assert [row["name"] for row in report["gradients"]] == names
     assert report["ranks"] == 2
     assert [row["name"] for row in report["state"]] == ["ResNet-20", "ResNet-50"]

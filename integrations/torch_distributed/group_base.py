@@ -1,0 +1,205 @@
+"""What is common to all operations of a process group: how they begin, and how the group ends."""
+
+# The stubs of torch have overloads, and other names of arguments in every version; torch passes by position.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from multiring import errors
+from multiring.communicator import Communicator
+from multiring.errors import MultiringError, UsageError
+from multiring.initialization import adopt, release
+from multiring.torch_distributed import BACKEND
+from multiring.torch_distributed.arguments import Tensors, seconds_of
+from multiring.torch_distributed.backend import CpuBackend
+from multiring.torch_distributed.failures import as_torch_error, describe_group
+from multiring.torch_distributed.messages import Messenger
+from multiring.torch_distributed.tensors import require_apart, resolved
+from multiring.torch_distributed.watchers import Watchers
+from multiring.torch_distributed.work import GroupWork, Part
+
+__all__ = ["GroupBase", "Outputs"]
+
+Outputs = Callable[[], Tensors]
+
+
+class GroupBase(dist.ProcessGroup):
+    """A process group without its operations.
+
+    Args:
+        comm: The ranks, connected; belongs to the group from now on.
+        given: What torch has given to the backend's creator.
+
+    Attributes:
+        comm: The communicator.
+        watchers: Threads of the group.
+        kept: Works that are held until somebody waits for them.
+    """
+
+    def __init__(self, comm: Communicator, given: Any) -> None:
+        super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
+        self.comm = comm
+        self.watchers = Watchers(f"multiring {given.group_id}")
+        self._longest: float = given.timeout.total_seconds()
+        self._timeout = self._longest
+        self._messenger = Messenger(comm, self.watchers, self._timeout)
+        self._name, self._description = str(given.group_id), "undefined"
+        self._ranks = list(given.global_ranks_in_group)
+        self._store = given.store  # served by rank 0 as long as it is there
+        self.kept: set[GroupWork] = set()
+        self._coalesced: list[GroupWork] | None = None
+        self._closing = threading.Lock()
+        self._closed = False
+        adopt(comm, self.shutdown)
+
+    # What torch asks about it.
+
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.comm.rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.comm.size
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What `init_process_group` calls the backend."""
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the user calls the group."""
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = str(name)
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = str(description)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device | str) -> CpuBackend:
+        kind = torch.device(device).type
+        if kind != "cpu":
+            text = f"no backend for {kind}: the backend 'multiring' takes CPU tensors"
+            raise self.explained(UsageError(text, rank=self.comm.rank))
+        return CpuBackend(self, timedelta(seconds=self._timeout))
+
+    name = getBackendName
+    _get_backend_name = getBackendName
+
+    def __repr__(self) -> str:
+        return f"<multiring process group {self._name!r}, rank {self.comm.rank} of {self.comm.size}>"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the deadline of the operations that follow; that of the group when it was made is the longest.
+
+        Raises:
+            UsageError: The timeout is longer than that, or none.
+        """
+        seconds = timeout.total_seconds()
+        if not 0 < seconds <= self._longest:
+            text = (
+                f"a timeout of {seconds:g} s: the process group was made with {self._longest:g} s, and its "
+                "deadline can only be made shorter. Pass the longest that is needed as timeout= to "
+                "init_process_group() or new_group()"
+            )
+            raise self.explained(UsageError(text, rank=self.comm.rank))
+        self._timeout = self._messenger.timeout = seconds
+
+    # Its operations.
+
+    def _start(
+        self, what: str, outputs: Outputs, start: Callable[[Tensors], list[Part]], *options: Any
+    ) -> Any:
+        """Submits operations.
+
+        Args:
+            what: The function that was called.
+            outputs: Gives the tensors that get the results.
+            start: Submits them, with memory for these tensors.
+            options: Which may have a timeout.
+        """
+        try:
+            given = list(outputs())
+            for output in given:
+                require_apart(output, what)
+            targets = [resolved(output) for output in given]
+            parts = start(targets)
+        except MultiringError as error:
+            raise self.explained(error) from error
+        copies = [pair for pair in zip(given, targets, strict=True) if pair[0] is not pair[1]]
+        if copies and parts:
+            parts[-1] = parts[-1].followed_by(lambda: [out.detach().copy_(copy) for out, copy in copies])
+        shorter = self._timeout if self._timeout < self._longest else None
+        work = GroupWork(self, parts, given, seconds_of(*options) or shorter)
+        if self._coalesced is not None:
+            # Those that have ended are let go of: a block that raises has no end that would do it.
+            self._coalesced = [each for each in self._coalesced if not each.is_success()]
+            self._coalesced.append(work)
+        return work
+
+    # Coalescing: operations run as they come, and are waited for together.
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any = None) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+        return GroupWork.joined(self, works)
+
+    start_coalescing = _start_coalescing
+    end_coalescing = _end_coalescing
+
+    # Its end.
+
+    def shutdown(self) -> None:
+        """Leaves the group: what is pending fails, and peers that still need this rank are told. Idempotent,
+        and no collective; `destroy_process_group` calls it."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        self.comm.close()
+        text = f"rank {self.comm.rank} has left the process group {self._name!r}"
+        self._messenger.close(errors.AbortedError(text, rank=self.comm.rank))
+        self.watchers.close()
+        self.kept.clear()
+        release(self.comm)
+
+    def abort(self) -> None:
+        """Fails what is pending, on all ranks, and leaves the group."""
+        self.comm.abort("ProcessGroup.abort() was called")
+        self.shutdown()
+
+    def break_by(self, error: MultiringError) -> MultiringError:
+        """Breaks the group on all ranks: an operation has not ended in the time that it was given, and other
+        ranks may take it to have succeeded. Returns what to raise."""
+        reason = str(error).partition("; it goes on")[0]
+        text = (
+            f"{reason}. The process group is broken on all ranks; look at the output of those that are late"
+        )
+        self.comm.abort(text)
+        return errors.TimeoutError(
+            text, rank=self.comm.rank, peer=error.peer, host=self.comm.host, operation=error.operation
+        )
+
+    def explained(self, error: MultiringError) -> MultiringError:
+        """An error as it leaves the group."""
+        return as_torch_error(error, describe_group(self._name, self.comm.rank, self._ranks))

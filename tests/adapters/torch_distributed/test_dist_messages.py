@@ -1,0 +1,107 @@
+"""Messages between ranks: tags, any source, batches, and a rank's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import multiring
+from multiring import Communicator
+from tests.adapters.torch_distributed.support import numbers, with_world
+from tests.on_ranks import refuses
+
+LARGE = 300_000  # elements: more than a mailbox holds, so a send waits for its receiver
+
+
+@with_world()
+def test_tags_are_matched_whatever_the_order(comm: Communicator) -> None:
+    """Messages with one tag keep their order."""
+    sent = [(tag, numbers((size,), tag)) for tag, size in enumerate((3, LARGE, 5))]
+    sent += [(3, torch.full((3,), float(index))) for index in range(20)]
+    if comm.rank == 0:
+        for work in [dist.isend(tensor, 1, tag=tag) for tag, tensor in sent]:
+            work.wait()
+        return
+    for tag in (2, 0, 1):
+        tensor = torch.empty_like(sent[tag][1])
+        assert dist.recv(tensor, 0, tag=tag) == 0
+        assert torch.equal(tensor, sent[tag][1])
+    tensors = [torch.empty(3) for _ in range(20)]
+    works = [dist.irecv(tensor, 0, tag=3) for tensor in tensors]
+    for index, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+        work.wait()
+        assert torch.equal(tensor, torch.full((3,), float(index)))
+
+
+@with_world(3)
+def test_any_source(comm: Communicator) -> None:
+    if comm.rank > 0:
+        dist.send(numbers((4,), comm.rank), 0, tag=comm.rank % 2)
+        dist.send(numbers((4,), 10 + comm.rank), 0, tag=7)
+    else:
+        found = torch.empty(4)
+        for tag, source in ((1, 1), (0, 2)):  # only one rank sends each
+            assert dist.recv(found, tag=tag) == source
+            assert torch.equal(found, numbers((4,), source))
+        sources = set()
+        for _ in range(2):
+            source = dist.recv(found, tag=7)
+            assert torch.equal(found, numbers((4,), 10 + source))
+            sources.add(source)
+        assert sources == {1, 2}
+    dist.barrier()
+
+
+@with_world(3)
+def test_large_messages_in_a_circle_and_in_batches(comm: Communicator) -> None:
+    after, before = (comm.rank + 1) % 3, (comm.rank + 2) % 3
+    received = torch.empty(LARGE)
+    operations = [
+        dist.P2POp(dist.isend, numbers((LARGE,), comm.rank), after),
+        dist.P2POp(dist.irecv, received, before),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(received, numbers((LARGE,), before))
+
+
+@with_world(1, 2)
+def test_messages_to_oneself(comm: Communicator) -> None:
+    sent, received = numbers((3,), comm.rank), [torch.empty(3) for _ in range(3)]
+    works = [dist.irecv(received[0], comm.rank, tag=1), dist.isend(sent, comm.rank, tag=1)]
+    works.append(dist.isend(sent + 1, comm.rank, tag=2))
+    works.append(dist.irecv(received[1], tag=2))  # from any source
+    assert works[3]._source_rank() == comm.rank
+    operations = [dist.P2POp(dist.irecv, received[2], comm.rank), dist.P2POp(dist.isend, sent + 2, comm.rank)]
+    for work in works + dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(torch.stack(received), torch.stack([sent, sent + 1, sent + 2]))
+    work = dist.irecv(torch.empty(2), comm.rank)
+    dist.isend(sent, comm.rank)
+    refuses(multiring.MismatchError, "sent 3 elements", work.wait)
+
+
+@with_world()
+def test_messages_pass_collectives(comm: Communicator) -> None:
+    # A receive that waits does not keep the ranks from reducing meanwhile.
+    tensor = torch.empty(4, 2)[:, 0]
+    work = dist.irecv(tensor, 0) if comm.rank == 1 else None
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert torch.equal(total, torch.full((3,), 2.0))
+    if work is None:
+        dist.send(numbers((4,), 0), 1)
+    else:
+        work.wait()
+        assert work.is_completed()
+        assert torch.equal(tensor, numbers((4,), 0))
+
+
+@with_world()
+def test_a_message_of_another_size(comm: Communicator) -> None:
+    if comm.rank == 0:
+        dist.send(torch.ones(2), 1)
+        comm.barrier()
+    else:
+        refuses(RuntimeError, "rank 0 .*float32", dist.recv, torch.ones(3), 0)
+        comm.barrier()
