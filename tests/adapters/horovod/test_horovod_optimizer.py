@@ -17,7 +17,7 @@ import multiring.torch
 from multiring import Communicator
 from multiring.errors import PeerLostError
 from tests.adapters.horovod.support import refused, with_hvd
-from tests.on_ranks import same_everywhere
+from tests.on_ranks import on_ranks, same_everywhere
 
 STEPS = 4
 
@@ -331,12 +331,56 @@ def test_batch_normalisation_is_the_adapters() -> None:
     assert not layer.track_running_stats
 
 
+@on_ranks(4)
+def test_batches_of_the_job_are_normalised_together(comm: Communicator) -> None:
+    """And not those of all ranks, where hvd.init() was given some."""
+    layer = hvd.SyncBatchNorm(1, affine=False)
+    ranks = [comm.rank % 2, comm.rank % 2 + 2]
+    for _ in range(2):  # the layer outlives the job
+        hvd.init(comm=ranks)
+        found = layer(torch.full((2, 1), float(comm.rank)))
+        torch.testing.assert_close(found, torch.full((2, 1), comm.rank - sum(ranks) / 2), rtol=1e-4, atol=0)
+        hvd.shutdown()
+
+
+@with_hvd()
+def test_closures(comm: Communicator) -> None:
+    """What a closure computes is reduced before the step; LBFGS calls it several times."""
+    for make in (sgd, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)):
+        model, reference = make_model(), make_model()
+        own: Any = make(model)
+        optimizer, alone = hvd.DistributedOptimizer(own, model.named_parameters()), make(reference)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            found = loss(model, batch(comm.rank, 0))  # noqa: B023
+            found.backward()  # type: ignore[no-untyped-call]
+            return found
+
+        def whole() -> Tensor:
+            alone.zero_grad()  # noqa: B023
+            found = whole_loss(reference, range(comm.size), 0, comm.size)  # noqa: B023
+            found.backward()  # type: ignore[no-untyped-call]
+            return found
+
+        for _ in range(2):
+            assert float(optimizer.step(closure)) > 0
+            alone.step(whole)
+        assert_same_model(comm, model, reference)
+
+
 @with_hvd()
 def test_state_is_restored(comm: Communicator) -> None:
     torch.manual_seed(comm.rank)
     model = torch.nn.Linear(2, 2)
     optimizer = sgd(model, momentum=0.9)
-    state = hvd.elastic.TorchState(model, optimizer, batch=comm.rank)
+    optimizer_over_ranks = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    found = {"best": 1.0 + comm.rank}
+    options = {"scheduler": scheduler, "found": found, "batch": comm.rank}
+    state: Any = hvd.elastic.TorchState(model, optimizer_over_ranks, **options)
+    assert state.scheduler is scheduler
+    assert state.found is found
     calls: list[int] = []
     resets: list[int] = []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
@@ -345,21 +389,30 @@ def test_state_is_restored(comm: Communicator) -> None:
     def train(state: Any, until: int) -> str:
         calls.append(state.batch)
         while state.batch < until:
-            take_step(state.optimizer, state.model(torch.ones(1, 2)).sum())
+            state.optimizer.zero_grad()
+            state.model(torch.ones(1, 2)).sum().backward()
+            if state.batch == 1 and len(calls) == 1:  # between backward and step
+                hvd.allreduce(torch.ones(2 + comm.rank))
+            state.optimizer.step()
+            state.scheduler.step()
             state.batch += 1
             state.commit()
-            if state.batch == 2 and len(calls) == 1:
+            if state.batch == 2 and len(calls) == 2:
                 with torch.no_grad():
                     model.weight.add_(100.0)
                 hvd.allreduce(torch.ones(2 + comm.rank))
         return "done"
 
     assert train(state, 3) == "done"
-    assert calls == [0, 2]
-    assert resets == [2]
+    assert calls == [0, 1, 2]
+    assert resets == [2, 2]
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 8
+    assert state.found == {"best": 1.0}
     assert float(model.weight.detach().abs().max()) < 50
     assert same_everywhere(comm, values(model))
     assert len(optimizer.state) == 2
+
+    check_updates()
 
     @hvd.elastic.run
     def lose(state: Any) -> None:
@@ -367,6 +420,33 @@ def test_state_is_restored(comm: Communicator) -> None:
 
     text = "does not bring up ranks in its place yet"
     refused(hvd.HorovodInternalError, {text: lambda: lose(hvd.elastic.ObjectState(batch=0))})
+
+
+def check_updates() -> None:
+    """After a change of hosts the function goes on; where hosts were only removed (1), it is not given the
+    state of rank 0 again."""
+    updates = iter([1, 2])
+    seen: list[int] = []
+
+    class Counted(hvd.elastic.ObjectState):
+        syncs = 0
+
+        def sync(self) -> None:
+            self.syncs += 1
+            super().sync()
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> list[int]:
+        seen.append(state.count)
+        if kind := next(updates, 0):
+            state.count += 1
+            state.on_hosts_updated(float(kind), kind)
+            state.check_host_updates()
+        return seen
+
+    counted = Counted(count=0)
+    assert go_on(counted) == [0, 1, 2]
+    assert counted.syncs == 2
 
 
 @with_hvd()
