@@ -35,6 +35,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "process_set_of",
+    "process_sets",
     "rank",
     "remove_process_set",
     "rocm_built",
@@ -318,6 +319,11 @@ def process_set_of(process_set_id: int) -> ProcessSet:
     if process_set_id not in sets:
         raise ValueError(f"there is no process set {process_set_id}, but {sorted(sets)}")
     return sets[process_set_id]
+
+
+def process_sets() -> list[ProcessSet]:
+    """The registered process sets, in the order of their numbers."""
+    return [each for _, each in sorted(_current().sets.items())]
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

@@ -18,6 +18,7 @@ __all__ = [
     "check_reducescatter",
     "check_rows",
     "checked_counts",
+    "is_power_of_2",
     "join",
     "names_of",
     "reduction",
@@ -35,6 +36,11 @@ def names_of(base: str, count: int, is_group: bool) -> list[str]:
     return [f"{base}_{k + 1}of{count}" for k in range(count)] if is_group else [base]
 
 
+def is_power_of_2(number: int) -> bool:
+    """Whether Adasum can combine the tensors of so many ranks."""
+    return number > 0 and number & (number - 1) == 0
+
+
 def reduction(
     op: int | None, average: bool | None, scale: tuple[float, float], process_set: ProcessSet
 ) -> tuple[str, float, float]:
@@ -49,7 +55,7 @@ def reduction(
     if name == "adasum":
         if process_set.process_set_id != 0:
             raise NotImplementedError("Adasum does not support non-global process sets.")
-        if size & (size - 1):
+        if not is_power_of_2(size):
             raise NotImplementedError(f"Running Adasum with non-power of 2 ranks ({size}) is not supported.")
     return name, float(scale[0]), float(scale[1])
 

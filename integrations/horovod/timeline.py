@@ -29,9 +29,9 @@ _GLOBAL = 0  # the process of events that belong to no tensor
 class Timeline:
     """Writes a trace.
 
-    Each name, as "allreduce.x", is what the format calls a process. NEGOTIATE_ALLREDUCE lasts until all ranks have submitted the
-    operation, ALLREDUCE from there to its end, with QUEUE in it as long as others run before it. CYCLE_START
-    is where a negotiation has found operations that all ranks have submitted.
+    Each name, as "allreduce.x", is what the format calls a process. NEGOTIATE_ALLREDUCE lasts until all ranks
+    have submitted the operation, ALLREDUCE from there to its end, with QUEUE in it as long as others run
+    before it. CYCLE_START is where a negotiation has found operations that all ranks have submitted.
 
     Args:
         path: The file; what is there is overwritten.

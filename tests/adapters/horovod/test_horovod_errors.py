@@ -180,7 +180,7 @@ def test_mismatches_in_overlapping_sets(comm: Communicator) -> None:
             for each in mine[1:]:
                 assert hvd.allreduce(x, op=hvd.Sum, process_set=each).tolist() == [3, 3]
         for each in mine if (comm.rank + turn) % 2 else mine[::-1]:
-            refused(hvd.HorovodInternalError, {text: lambda each=each: hvd.synchronize(bad[each])})  # type: ignore[misc]
+            refused(hvd.HorovodInternalError, {text: lambda handle=bad[each]: hvd.synchronize(handle)})
         if comm.rank != 1:
             for each in mine[1:]:
                 assert hvd.allreduce(x, op=hvd.Sum, process_set=each).tolist() == [3, 3]
