@@ -149,6 +149,8 @@ class Operations:
         Raises:
             HorovodInternalError: It has failed, on all ranks.
         """
+        if not self._world._signal.is_broken:
+            self.look(pending, LOOK_EVERY)  # most have ended then
         while (result := self.take(pending)) is NOT_YET:
             self.look(pending, LOOK_EVERY)
         return result

@@ -68,6 +68,8 @@ class Started:
         Raises:
             HorovodInternalError: One of them has failed, on all ranks.
         """
+        if len(self._pending) == 1 and not self._results and self._failure is None:
+            return self._finish([self._operations.wait(self._pending[0])])
         while not self.has_ended():
             self.look(_LOOK_EVERY)
         if self._failure is not None:

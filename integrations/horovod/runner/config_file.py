@@ -37,7 +37,7 @@ def add_config(args: argparse.Namespace, path: str) -> None:
 
 def _entries(path: str) -> dict[str, Any]:
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
 
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         sections = {name: value if isinstance(value, dict) else {"": value} for name, value in found.items()}

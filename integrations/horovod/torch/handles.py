@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import torch
-
 from multiring.horovod.basics import at_shutdown
 from multiring.horovod.started import Started
 
@@ -46,5 +44,4 @@ def synchronize(handle: int) -> Any:
         HorovodInternalError: The operation has failed, on all ranks.
     """
     started = _started.pop(handle, None)
-    with torch.no_grad():
-        return None if started is None else started.wait()
+    return None if started is None else started.wait()

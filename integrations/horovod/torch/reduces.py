@@ -10,10 +10,10 @@ import torch
 from multiring.horovod.adasum import adasum
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average, op_name
-from multiring.horovod.request import Request
+from multiring.horovod.request import reduction_request
 from multiring.horovod.started import submit_all
 from multiring.horovod.submissions import names_of, reduction, start_allreduce
-from multiring.horovod.torch.checks import REDUCED, changed, checked, described, dtype_name
+from multiring.horovod.torch.checks import REDUCED, as_array, changed, checked, described, dtype_name
 from multiring.horovod.torch.handles import handle_of, synchronize
 from multiring.horovod.torch.moves import allgather_async
 
@@ -47,9 +47,9 @@ def _allreduce(
     group = described(inputs) if is_group else ""
     parts = []
     for tensor, output, each in zip(inputs, outputs, names, strict=True):
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor)
-        request = Request("allreduce", each, dtype, shape, *asked, group=group)
-        parts.append((request, start_allreduce(tensor, output, request)))
+        request = reduction_request(each, dtype_name(tensor), tuple(tensor.shape), asked, group)
+        given = (tensor, output) if asked[0] == "adasum" else (as_array(tensor), as_array(output))
+        parts.append((request, start_allreduce(*given, request)))
 
     def finish(results: list[Any]) -> Any:
         if asked[0] == "adasum":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -272,3 +273,53 @@ def test_the_examples_learn_the_digits(script: str, options: list[str]) -> None:
     line = next(line for line in result.stdout.splitlines() if "test accuracy" in line)
     assert "2 ranks" in line
     assert float(line.split()[-1]) > 0.95
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("option", ["--fp16-allreduce", "--use-adasum"])
+def test_the_synthetic_benchmark(option: str) -> None:
+    small = ["--model", "resnet18", "--batch-size", "1", "--image-size", "32", "--num-warmup-batches", "1"]
+    small += ["--num-batches-per-iter", "1", "--num-iters", "2", option]
+    script = EXAMPLES / "torch_synthetic.py"
+    result = run_job(2, script, *small, launcher_args=["--horovod"], timeout=240.0, code=0)
+    assert result.stdout.count("img/sec per CPU") == 2
+    assert re.search(r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+", result.stdout)
+
+
+ELASTIC = """
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+@hvd.elastic.run
+def train(state):
+    for state.batch in range(state.batch, 6):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        if state.batch in (2, 4) and state.failed < state.batch:
+            state.failed = state.batch
+            state.commit()
+            hvd.allreduce(torch.ones(1 + hvd.rank()))
+        optimizer.step()
+    return state.failed
+
+state = hvd.elastic.TorchState(model, optimizer, batch=0, failed=0)
+found = train(state), model.weight.tolist()
+print("the same" if hvd.allgather_object(found) == [found] * 2 else "not", found[0], flush=True)
+hvd.shutdown()
+for _ in range(100):
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    hvd.shutdown()
+print("a hundred times")
+"""
+
+
+@pytest.mark.full
+def test_elastic_training_and_joining_a_hundred_times() -> None:
+    result = run_job(2, ELASTIC, launcher_args=["--horovod"], timeout=240.0, code=0)
+    assert result.stdout.count("the same 4") == result.stdout.count("a hundred times") == 2
