@@ -1,7 +1,8 @@
-"""Images per second of a network on random data, as Horovod's synthetic benchmark tells them: a script written
-for Horovod, without a word of multiring but where torchvision is not installed.
+"""Images per second of a network on random data, as Horovod's synthetic benchmark tells them.
 
-multiring run --horovod -np 2 python examples/horovod/torch_synthetic.py --model resnet18 --batch-size 8
+A script written for Horovod, without a word of multiring but where torchvision is not installed.
+
+multiring run --horovod -np 2 python examples/horovod/torch_synthetic.py --model resnet50 --batch-size 8
 """
 
 from __future__ import annotations

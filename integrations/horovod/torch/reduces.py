@@ -48,7 +48,9 @@ def _allreduce(
     parts = []
     for tensor, output, each in zip(inputs, outputs, names, strict=True):
         request = reduction_request(each, dtype_name(tensor), tuple(tensor.shape), asked, group)
-        given = (tensor, output) if asked[0] == "adasum" else (as_array(tensor), as_array(output))
+        given: tuple[Any, Any] = (
+            (tensor, output) if asked[0] == "adasum" else (as_array(tensor), as_array(output))
+        )
         parts.append((request, start_allreduce(*given, request)))
 
     def finish(results: list[Any]) -> Any:

@@ -278,7 +278,7 @@ def test_the_examples_learn_the_digits(script: str, options: list[str]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("option", ["--fp16-allreduce", "--use-adasum"])
 def test_the_synthetic_benchmark(option: str) -> None:
-    small = ["--model", "resnet18", "--batch-size", "1", "--image-size", "32", "--num-warmup-batches", "1"]
+    small = ["--model", "resnet50", "--batch-size", "2", "--image-size", "32", "--num-warmup-batches", "1"]
     small += ["--num-batches-per-iter", "1", "--num-iters", "2", option]
     script = EXAMPLES / "torch_synthetic.py"
     result = run_job(2, script, *small, launcher_args=["--horovod"], timeout=240.0, code=0)

@@ -168,7 +168,8 @@ def distributed(
     wrapped = type(optimizer)
     made_with = options, (passes, averages, options.sparse_as_dense)
     names = {"__module__": wrapped.__module__, "made_with": made_with}
-    made: Any = type(wrapped)(wrapped.__name__, (base, wrapped), names)
+    metaclass: Any = type(wrapped)
+    made = metaclass(wrapped.__name__, (base, wrapped), names)
     result = made.__new__(made)
     result.__dict__.update(optimizer.__dict__)
     if name is not None:
