@@ -27,11 +27,13 @@ from multiring.horovod import timeline
 from multiring.horovod.exceptions import HorovodInternalError
 from multiring.horovod.pending import (
     LOOK_EVERY,
+    UNNAMED,
     Key,
     Meeting,
     Pending,
     Start,
-    gather_meanwhile,
+    auto_number,
+    call_meanwhile,
     is_done,
     numpy_zeros,
     settle,
@@ -49,7 +51,6 @@ Zeros = Callable[[Request], Any]
 NOT_YET = object()
 """The result of an operation that has not ended."""
 
-_UNNAMED = "noname."
 _PRUNE_AT = 64
 _IN_FLIGHT = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
@@ -96,7 +97,7 @@ class Operations:
         """A name for an operation that has none: a counter, the same on ranks that call the same."""
         with self._lock:
             self._unnamed += 1
-            return f"{_UNNAMED}{self._unnamed}"
+            return f"{UNNAMED}{self._unnamed}"
 
     def submit(self, request: Request, start: Start) -> Pending:
         """Submits an operation. Waits for nothing but, after a mismatch, for the other ranks.
@@ -138,9 +139,7 @@ class Operations:
         if not pending.refusal and pending.work is None:
             self._recover(pending, None, errors.AbortedError("it could not be submitted"))
         if not pending.refusal and not is_done(pending):
-            self._world._attend()
-            if len(self._sets) > 1:
-                self._look_after(self._sets)
+            self._look_after(self._sets)
         return bool(pending.refusal) or is_done(pending)
 
     def wait(self, pending: Pending) -> Any:
@@ -214,20 +213,21 @@ class Operations:
 
     def _add(self, pending: Pending) -> None:
         self._pending[pending.key] = pending
-        if _auto_number(pending.key[0]) is None:  # the others come once each, and would be counted for ever
+        if auto_number(pending.key[0]) is None:  # the others come once each, and would be counted for ever
             self._counts[pending.key[0]] += 1
 
     def _has_submitted(self, key: Key) -> bool:
         """Whether this rank has submitted an operation, which may have ended long ago."""
         name, before = key
-        number = _auto_number(name)
+        number = auto_number(name)
         if number is not None:
             return number <= self._unnamed or key in self._zeros_given
         return self._counts[name] > before
 
     def _look_after(self, sets: list[Operations]) -> None:
-        """Meets the ranks of those sets that a mismatch has broken. What fails is raised where its handle is
-        synchronised."""
+        """Meets the other ranks if one of them has joined, and those of sets that a mismatch has broken. What
+        fails is raised where its handle is synchronised."""
+        self._world._attend()
         for each in list(sets):
             if each is not self and each._queue.is_broken and not each._base.is_broken:
                 with suppress(HorovodInternalError):
@@ -247,23 +247,20 @@ class Operations:
 
     def _gather(self, value: Any) -> list[Any]:
         """What the ranks of the set tell, in a meeting."""
+        told: list[Any] = self._meanwhile(lambda: self._base.allgather_object(value))
+        return told
+
+    def _meanwhile(self, call: Callable[[], Any]) -> Any:
+        """The result of a collective of this set, in a meeting."""
         earlier = self._sets[: self._sets.index(self)] if self in self._sets else []
-        if not earlier:
-            return self._base.allgather_object(value)
-
-        def look() -> None:
-            self._world._attend()
-            self._look_after(earlier)
-
-        return gather_meanwhile(self._base, value, look)
+        return call_meanwhile(call, lambda: self._look_after(earlier)) if earlier else call()
 
     def _attend(self) -> None:
         """Meets the other ranks if one of them has joined."""
-        if not self._signal.is_broken:
-            return
-        with self._lock:
-            if self._signal.is_broken:
-                self._meet()
+        if self._signal.is_broken:
+            with self._lock:
+                if self._signal.is_broken:
+                    self._meet()
 
     def _prune(self) -> None:
         """Forgets what has ended well."""
@@ -358,7 +355,7 @@ class Operations:
 
         pending = Pending(request, key, start)
         self._add(pending)
-        if _auto_number(request.name) is not None:
+        if auto_number(request.name) is not None:
             self._zeros_given.add(key)
         self._restart(pending)
 
@@ -378,7 +375,7 @@ class Operations:
         left = {key: each.request for key, each in self._pending.items()}
         by_rank: list[dict[Key, Request]] = self._gather(left)
         self._queue.close()
-        self._queue = self._base.named_queue(self._title)
+        self._queue = self._meanwhile(lambda: self._base.named_queue(self._title))
         for key, pending in list(self._pending.items()):
             requests = {rank: each[key] for rank, each in enumerate(by_rank) if key in each}
             text = mismatch(requests) if len(requests) == self.size else ""
@@ -396,11 +393,3 @@ class Operations:
         """
         with suppress(errors.MultiringError):
             pending.work = pending.start(self._queue)
-
-
-def _auto_number(name: str) -> int | None:
-    """The number in a name of `auto_name`, or in one that was made of it; None: the program has given it."""
-    if not name.startswith(_UNNAMED):
-        return None
-    digits = name.removeprefix(_UNNAMED).partition("_")[0].partition(".")[0]
-    return int(digits) if digits.isdigit() else None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -17,11 +16,13 @@ from multiring.work import Work
 
 __all__ = [
     "LOOK_EVERY",
+    "UNNAMED",
     "Key",
     "Meeting",
     "Pending",
     "Start",
-    "gather_meanwhile",
+    "auto_number",
+    "call_meanwhile",
     "is_done",
     "numpy_zeros",
     "settle",
@@ -32,6 +33,8 @@ Start = Callable[[NamedQueue], Work]
 Key = tuple[str, int]
 """A name, and how many operations of this name came before."""
 
+# How names begin that the program has not given.
+UNNAMED = "noname."
 # While a rank waits it looks this often, in seconds, whether ranks meet.
 LOOK_EVERY = 0.005
 
@@ -83,12 +86,21 @@ def whole_of(comm: Communicator) -> Communicator:
     return part
 
 
-def gather_meanwhile(comm: Communicator, value: Any, look: Callable[[], None]) -> list[Any]:
-    """`comm.allgather_object(value)` that calls `look` again and again while it waits."""
-    work = comm.allgather_async(np.frombuffer(pickle.dumps(value), np.uint8))
-    while not work.done():
-        with suppress(errors.MultiringError):  # its own is raised below
-            work.wait(LOOK_EVERY)
-        look()
-    stream = io.BytesIO(work.wait().tobytes())
-    return [pickle.load(stream) for _ in range(comm.size)]
+def call_meanwhile(call: Callable[[], Any], look: Callable[[], None]) -> Any:
+    """The result of `call`, which waits for other ranks; calls `look` again and again until it is there."""
+    pool = ThreadPoolExecutor(1, "multiring.horovod.meeting")
+    try:
+        future = pool.submit(call)
+        while not wait([future], LOOK_EVERY).done:
+            look()
+        return future.result()
+    finally:
+        pool.shutdown(wait=False)
+
+
+def auto_number(name: str) -> int | None:
+    """The number in a name of `Operations.auto_name`, or in one that was made of it; None: it is none."""
+    if not name.startswith(UNNAMED):
+        return None
+    digits = name.removeprefix(UNNAMED).partition("_")[0].partition(".")[0]
+    return int(digits) if digits.isdigit() else None
