@@ -323,9 +323,13 @@ def test_local_layers_and_loss_scales(comm: Communicator) -> None:
 def test_loss_scales_around(comm: Communicator) -> None:
     """Where one rank overflows, all skip the step: compile() of tf_keras puts a LossScaleOptimizer around."""
     for make in (tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD):
-        for passes in (1, 2):
-            inside = hvd.DistributedOptimizer(make(0.1), backward_passes_per_step=passes)
-            outside = tf_keras.mixed_precision.LossScaleOptimizer(inside)
+        scale = tf_keras.mixed_precision.LossScaleOptimizer
+        for passes, is_inside in ((1, False), (2, False), (1, True)):
+            options = {"backward_passes_per_step": passes}
+            if is_inside:
+                outside = hvd.DistributedOptimizer(scale(make(0.1)), **options)
+            else:
+                outside = scale(hvd.DistributedOptimizer(make(0.1), **options))
             model = make_model(tf_keras)
             weights = model.trainable_weights
             before = model.get_weights()

@@ -124,12 +124,14 @@ class _OfTfKeras(_Distributed):
         reduces = kwargs.pop("experimental_aggregate_gradients", True)
         if flag:
             skips, reduces = (skips, flag[0]) if is_legacy else (flag[0], reduces)
-        done = (
+        # By keyword: the order of these differs by class.
+        said = (
             {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
         )
+        kwargs |= said if name is None else {**said, "name": name}
 
         def step(found: Sequence[Any]) -> Any:
-            return parent.apply_gradients(list(zip(found, variables, strict=True)), name, **done, **kwargs)
+            return parent.apply_gradients(list(zip(found, variables, strict=True)), **kwargs)
 
         own: Any = self
         if self.made_with[1][0] > 1 and hasattr(own, "build") and not getattr(own, "_built", True):
