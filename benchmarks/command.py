@@ -59,6 +59,11 @@ BENCHMARKS = {
         "latency and bandwidth of the other collectives",
         "bench",
     ),
+    "named": _Entry(
+        "multiring.benchmarks.named",
+        "small allreduces by name, through Horovod's API and below it",
+        "bench,torch",
+    ),
     "gradients": _Entry(
         "multiring.benchmarks.gradients.benchmark", "training steps with averaged gradients", "bench"
     ),

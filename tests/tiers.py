@@ -18,6 +18,7 @@ FULL = {
     "adapters": [
         "caffe/test_caffe_state.py",
         "chainer/test_chainer_jobs.py",
+        "horovod/test_horovod_elastic.py",
         "horovod/test_horovod_optimizer.py",
         "horovod/test_horovod_tensorflow_training.py",
         "jax/test_jax_correctness.py",

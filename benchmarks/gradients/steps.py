@@ -1,6 +1,6 @@
-"""Training steps to be timed: without synchronisation, with multiring's gradient hooks, and with Torch's
-DistributedDataParallel and FSDP2 over multiring's process group and over Gloo. Each kind has a model of its
-own."""
+"""Training steps to be timed: without synchronisation, with multiring's gradient hooks, with Horovod's
+optimizer over multiring, and with Torch's DistributedDataParallel and FSDP2 over multiring's process group
+and over Gloo. Each kind has a model of its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+import multiring.horovod.torch as hvd
 import multiring.torch
 from multiring import Communicator
 from multiring.models.nets.resnet_spec import resnet
@@ -143,6 +144,34 @@ class Hooks(_Base):
         self._hooks.remove()
 
 
+class HvdOptimizer(_Base):
+    """That of multiring.horovod.torch: an allreduce by name for each gradient, during backward."""
+
+    name = "hvd.DistributedOptimizer"
+
+    def __init__(
+        self, make_model: Callable[[], nn.Module], comm: Communicator, gloo: dist.ProcessGroup
+    ) -> None:
+        hvd.init()
+        super().__init__(make_model, comm, gloo)
+        inner = self._optimizer or torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self._distributed = hvd.DistributedOptimizer(inner, self.model.named_parameters())
+
+    def __call__(self) -> None:
+        if self._optimizer is None:
+            super().__call__()
+            self._distributed.synchronize()
+            return
+        self.release()
+        torch.autograd.backward(functional.cross_entropy(self.model(self._images), self._labels))
+        self._distributed.step()
+
+    def close(self) -> None:
+        for hook in self._distributed._hooks:
+            hook.remove()
+        hvd.shutdown()
+
+
 class Ddp(_Base):
     """DistributedDataParallel over torch.distributed's default group, which is of the backend `multiring`.
 
@@ -204,6 +233,7 @@ class FsdpOverGloo(Fsdp):
 KINDS: dict[str, type[_Base]] = {
     "none": Unsynchronised,
     "multiring": Hooks,
+    "horovod": HvdOptimizer,
     "ddp": Ddp,
     "gloo": DdpOverGloo,
 }

@@ -1,8 +1,8 @@
 """What it costs to keep gradients in step in Torch, beside DistributedDataParallel.
 
-A training step without synchronisation, with multiring's gradient hooks, and with Torch's
-DistributedDataParallel over multiring's process group and over Gloo, in turns in the same run; with `--fsdp`
-also with its FSDP2 over both:
+A training step without synchronisation, with multiring's gradient hooks, with hvd.DistributedOptimizer over
+multiring, and with Torch's DistributedDataParallel over multiring's process group and over Gloo, in turns in
+the same run; with `--fsdp` also with its FSDP2 over both:
 
 - ResNet-50's 161 gradients, 102 MB, from a backward pass that writes them and does nothing else. What a step
   takes longer than without synchronisation is its communication.

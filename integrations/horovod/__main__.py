@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from pathlib import Path
 
-from multiring.commands.launcher.foreign_variables import horovod_environment, horovod_variables
+from multiring.horovod.installation import install
 
 __all__ = ["main"]
 
@@ -25,17 +24,13 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(_USAGE, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr, end="")
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    shim = str(Path(__file__).parent / "shim")
-    # Processes that the script starts, such as those of a data loader, import the same.
-    os.environ.update(horovod_environment({}))
-    os.environ.update(horovod_variables(os.environ))
-    sys.path.insert(1, shim)
+    install()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
     return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import multiring
@@ -11,10 +11,14 @@ from multiring import Communicator
 from multiring.horovod import timeline
 from multiring.horovod.operations import Operations, Zeros
 from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.request import Request
+from multiring.horovod.submissions import start_barrier
 
 __all__ = [
     "add_process_set",
+    "at_shutdown",
     "ccl_built",
+    "communicator",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -31,6 +35,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "process_set_of",
+    "process_sets",
     "rank",
     "remove_process_set",
     "rocm_built",
@@ -58,6 +63,22 @@ class _Job:
         global_process_set.ranks = ranks
         self.add(global_process_set)
 
+    def add_all(self, process_set: ProcessSet) -> None:
+        """Registers a set; those of communicators, which are not the same on all ranks, with all of theirs.
+        Collective over all ranks."""
+        if process_set.mpi_comm is None:
+            self.add(process_set)
+            return
+        own = process_set.ranks = process_set.translated()
+        for ranks in sorted(set(map(tuple, self.comm.allgather_object(own)))):
+            self.add(process_set if list(ranks) == own else ProcessSet(ranks))
+
+    def meet(self, what: str) -> None:
+        """Returns when all ranks have come, which meanwhile take part in what others wait for."""
+        operations = self.sets[0].operations()
+        request = Request("barrier", what)
+        operations.wait(operations.submit(request, start_barrier(request)))
+
     def add(self, process_set: ProcessSet) -> None:
         """Registers a set. Collective over all ranks."""
         ranks = process_set.ranks or []
@@ -79,6 +100,7 @@ class _Job:
 
 _job: _Job | None = None
 _zeros: Zeros | None = None
+_at_shutdown: list[Callable[[], object]] = []
 
 
 def use_zeros(zeros: Zeros) -> None:
@@ -86,6 +108,16 @@ def use_zeros(zeros: Zeros) -> None:
     does not have."""
     global _zeros
     _zeros = zeros
+
+
+def at_shutdown(call: Callable[[], object]) -> None:
+    """Has `shutdown` call this, too."""
+    _at_shutdown.append(call)
+
+
+def communicator() -> Communicator | None:
+    """The ranks of the job, between `init` and `shutdown`."""
+    return None if _job is None else _job.comm
 
 
 def _current() -> _Job:
@@ -121,7 +153,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             job.is_dynamic = True
         else:
             for process_set in process_sets or ():
-                job.add(process_set)
+                job.add_all(process_set)
     except BaseException:
         _leave(job, is_ours)
         raise
@@ -146,6 +178,8 @@ def shutdown() -> None:
     if job is not None:
         timeline.stop()
         _leave(job, job.is_ours)
+        for call in _at_shutdown:
+            call()
 
 
 def _leave(job: _Job | None, is_ours: bool) -> None:
@@ -251,12 +285,14 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Writes from now on what becomes of operations, as a trace for chrome://tracing or Perfetto; so does
     HOROVOD_TIMELINE from `init` on. Rank 0 writes it.
 
+    A timeline that is being written ends, unless it is the same file.
+
     Args:
         file_path: The file; what is there is overwritten.
         mark_cycles: Whether negotiations that found operations of all ranks are marked.
 
     Raises:
-        ValueError: Before `init`, or a timeline is being written already.
+        ValueError: Before `init`.
         OSError: The file cannot be written.
     """
     _current()
@@ -285,18 +321,27 @@ def process_set_of(process_set_id: int) -> ProcessSet:
     return sets[process_set_id]
 
 
+def process_sets() -> list[ProcessSet]:
+    """The registered process sets, in the order of their numbers."""
+    return [each for _, each in sorted(_current().sets.items())]
+
+
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Registers a process set. Collective over all ranks of the job, those outside of the set included.
 
     Raises:
         ValueError: HOROVOD_DYNAMIC_PROCESS_SETS=1 is not set, these ranks have a set already, or there are no
             such ranks.
+        NotImplementedError: It is made of a communicator.
     """
     job = _current()
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(list(process_set))
     if not job.is_dynamic:
         raise ValueError(f"Set {_DYNAMIC}=1 to allow adding process sets after Horovod initialization.")
+    if process_set.mpi_comm is not None:
+        raise NotImplementedError("a process set that is added after init() is made of a list of ranks")
+    job.meet("add_process_set")
     job.add(process_set)
     return process_set
 
@@ -316,7 +361,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if number is None or number == 0 or job.sets.get(number) is not process_set:
         return False
-    job.comm.barrier()  # ranks that are late may still need this one
+    job.meet("remove_process_set")  # ranks that are late may still need this one
     del job.sets[number]
     process_set.invalidate()
     return True

@@ -18,8 +18,9 @@ from multiring.horovod import basics
 from multiring.horovod.exceptions import HorovodInternalError
 from multiring.horovod.objects import broadcast_object
 
-__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_again"]
+__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "reset", "run", "run_again", "run_fn"]
 
+_REMOVED = 1  # of hosts, as Horovod's HostUpdateResult has it; 2: added; 3: both
 _LOST = re.compile(r"\b(PeerLostError|TimeoutError)\b")
 _LATER = (
     "a rank is lost, and multiring.horovod does not bring up ranks in its place yet: start the job anew from "
@@ -84,7 +85,7 @@ class State:
         before, latest, result = self._bcast_object((self._last_updated, latest, result))
         self._last_updated = latest
         if latest > before:
-            raise HostsUpdatedInterrupt(result == 2)  # hosts were only removed
+            raise HostsUpdatedInterrupt(result == _REMOVED)
 
     def save(self) -> None:
         """Keeps the state in memory."""
@@ -113,8 +114,9 @@ class ObjectState(State):
     ) -> None:
         """Of the attributes `kwargs`."""
         super().__init__(bcast_object, get_rank)
-        self._saved_state = kwargs
-        self._set_attributes()
+        for name, value in kwargs.items():  # the objects themselves, which the program may go on using
+            setattr(self, name, value)
+        self._saved_state = copy.deepcopy(kwargs)
 
     def save(self) -> None:
         """Keeps the attributes in memory."""
@@ -125,11 +127,12 @@ class ObjectState(State):
         self._set_attributes()
 
     def sync(self) -> None:
-        """Gives all ranks the attributes of rank 0."""
+        """Gives all ranks the attributes of rank 0, which keeps its objects."""
         if self._saved_state:
             own = {name: getattr(self, name) for name in self._saved_state}
-            self._saved_state = copy.deepcopy(self._bcast_object(own))
-            self._set_attributes()
+            for name, value in self._bcast_object(own).items():
+                setattr(self, name, value)
+            ObjectState.save(self)
 
     def _set_attributes(self) -> None:
         for name, value in self._saved_state.items():
@@ -151,9 +154,9 @@ def run_again(
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         skip_sync = False
         while True:
-            if not skip_sync:
-                state.sync()
             try:
+                if not skip_sync:
+                    state.sync()
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
@@ -182,6 +185,11 @@ def reset() -> None:
     basics.init()
 
 
+def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
+    """`run` with a function that leaves the job and joins it again."""
+    return run_again(func, reset, (HorovodInternalError,))
+
+
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Has a function start again from the last commit where a collective fails on all ranks.
 
@@ -190,4 +198,4 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         HorovodInternalError: A rank is lost; ranks in its place come in a later release.
     """
-    return run_again(func, reset, (HorovodInternalError,))
+    return run_fn(func, reset)

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.horovod.adasum import adasum
-from multiring.horovod.operations import Operations, Pending, Start
+from multiring.horovod.operations import Operations, Start
 from multiring.horovod.process_sets import ProcessSet
 from multiring.horovod.request import Request
-from multiring.horovod.started import Finish, Started
+from multiring.horovod.started import Finish, Started, submit_all
 from multiring.horovod.submissions import (
     check_reducescatter,
     check_rows,
@@ -108,17 +108,10 @@ class _Call:
 
     def submit(self, starts: Sequence[Callable[[Request], Start]], finish: Finish) -> Started:
         """Submits an operation for each of the first arrays."""
-        pending: list[Pending] = []
         names = names_of(self.name, len(starts), self.asked.is_group)
-        for array, name, start_one in zip(self.arrays, names, starts, strict=False):
-            request = self.request(array, name)
-            try:
-                pending.append(self.operations.submit(request, start_one(request)))
-            except (ValueError, RuntimeError) as error:
-                if not pending:
-                    raise
-                return Started(self.operations, pending, finish, error)  # memory of these is in use
-        return Started(self.operations, pending, finish)
+        requests = [self.request(*pair) for pair in zip(self.arrays, names, strict=False)]
+        parts = [(request, start_one(request)) for request, start_one in zip(requests, starts, strict=True)]
+        return submit_all(self.operations, parts, finish)
 
 
 def _allreduce(call: _Call, process_set: ProcessSet, outputs: Arrays | None) -> Started:

@@ -5,6 +5,10 @@ and all ranks run its operations one after the other, in one order: what came be
 rank, and what comes after has not begun on any. So the ranks meet, tell each other what is left, fail what
 does not match, and submit the rest to a new queue.
 
+A rank may wait in one set while another waits for it in a meeting of a second set, so ranks that wait look
+after all of their sets. In a meeting they look after sets that were made before only: whatever the order in
+which sets break, the first of them that is broken goes on, and then the next.
+
 A rank that has joined says so by aborting a communicator that carries nothing: the others see that while they
 wait, and the ranks meet, over and over, until all have joined. In each meeting those that have joined
 learn which allreduces the others wait for, and submit zeros to them.
@@ -18,11 +22,23 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
 from multiring import Communicator, errors
 from multiring.horovod import timeline
 from multiring.horovod.exceptions import HorovodInternalError
+from multiring.horovod.pending import (
+    LOOK_EVERY,
+    UNNAMED,
+    Key,
+    Meeting,
+    Pending,
+    Start,
+    auto_number,
+    call_meanwhile,
+    is_done,
+    numpy_zeros,
+    settle,
+    whole_of,
+)
 from multiring.horovod.request import Request, join_refusal, mismatch
 from multiring.named_queue import NamedQueue
 from multiring.reductions import ScaleKeywords
@@ -30,49 +46,16 @@ from multiring.work import Work
 
 __all__ = ["NOT_YET", "Operations", "Pending", "Start", "Zeros"]
 
-Start = Callable[[NamedQueue], Work]
 Zeros = Callable[[Request], Any]
-Key = tuple[str, int]
-"""A name, and how many operations of this name came before."""
 
 NOT_YET = object()
 """The result of an operation that has not ended."""
 
-# While a rank waits it looks this often, in seconds, whether another has joined.
-_LOOK_EVERY = 0.005
 _PRUNE_AT = 64
 _IN_FLIGHT = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
     "currently being processed. If you want to request another tensor, use a different tensor name."
 )
-
-
-class Pending:
-    """An operation of this rank that was submitted."""
-
-    def __init__(self, request: Request, key: Key, start: Start) -> None:
-        self.request = request
-        self.key = key
-        self.start = start
-        self.work: Work | None = None
-        self.refusal = ""  # why it has failed, on all ranks
-
-
-class _Meeting:
-    """What a rank tells the others when they meet."""
-
-    def __init__(
-        self, is_broken: bool, joined_in: int | None, unnamed: int, pending: dict[Key, Request]
-    ) -> None:
-        self.is_broken = is_broken
-        self.joined_in = joined_in
-        self.unnamed = unnamed
-        self.pending = pending
-
-
-def numpy_zeros(request: Request) -> Any:
-    """Zeros of the dtype and shape of a request."""
-    return np.zeros(request.shape, request.dtype)
 
 
 class Operations:
@@ -95,14 +78,18 @@ class Operations:
         self.rank, self.size = comm.rank, comm.size
         self.zeros: Zeros = numpy_zeros
         self._title = title
-        self._base = _split(comm)
+        self._base = whole_of(comm)
         self._queue = self._base.named_queue(title)
-        self._signal = _split(self._base)
+        self._signal = whole_of(self._base)
         self._world = world or self
+        # Of this rank, in the order in which they were made.
+        self._sets: list[Operations] = [] if world is None else world._sets
+        self._sets.append(self)
         self._lock = threading.RLock()
         self._pending: dict[Key, Pending] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()  # of those with a name
         self._unnamed = 0
+        self._zeros_given: set[Key] = set()  # without a name, by this rank after it has joined
         self._meetings = 0
         self._joined_in: int | None = None
 
@@ -110,7 +97,7 @@ class Operations:
         """A name for an operation that has none: a counter, the same on ranks that call the same."""
         with self._lock:
             self._unnamed += 1
-            return f"noname.{self._unnamed}"
+            return f"{UNNAMED}{self._unnamed}"
 
     def submit(self, request: Request, start: Start) -> Pending:
         """Submits an operation. Waits for nothing but, after a mismatch, for the other ranks.
@@ -126,7 +113,7 @@ class Operations:
         with self._lock:
             name = request.name
             before = self._pending.get((name, self._counts[name] - 1))
-            if before is not None and before.request.kind == request.kind and not _is_done(before):
+            if before is not None and before.request.kind == request.kind and not is_done(before):
                 raise ValueError(f"{_IN_FLIGHT} (tensor '{name}', rank {self.rank})")
             if len(self._pending) >= _PRUNE_AT:
                 self._prune()
@@ -145,12 +132,15 @@ class Operations:
             return pending
 
     def is_done(self, pending: Pending) -> bool:
-        """Whether `wait` would return at once. Waits for the other ranks where one of them has joined."""
+        """Whether `wait` would return at once. Waits for the other ranks where one of them has joined, or is
+        in a meeting of any set."""
+        if pending.work is not None and pending.work.done():
+            return True
         if not pending.refusal and pending.work is None:
             self._recover(pending, None, errors.AbortedError("it could not be submitted"))
-        if not pending.refusal and not _is_done(pending):
-            self._world._attend()
-        return bool(pending.refusal) or _is_done(pending)
+        if not pending.refusal and not is_done(pending):
+            self._look_after(self._sets)
+        return bool(pending.refusal) or is_done(pending)
 
     def wait(self, pending: Pending) -> Any:
         """The result of an operation.
@@ -158,8 +148,10 @@ class Operations:
         Raises:
             HorovodInternalError: It has failed, on all ranks.
         """
+        if not self._world._signal.is_broken:
+            self.look(pending, LOOK_EVERY)  # most have ended then
         while (result := self.take(pending)) is NOT_YET:
-            self.look(pending, _LOOK_EVERY)
+            self.look(pending, LOOK_EVERY)
         return result
 
     def take(self, pending: Pending) -> Any:
@@ -215,24 +207,65 @@ class Operations:
 
     def close(self) -> None:
         """Ends this rank's part; what is pending fails. No collective."""
+        if self in self._sets:
+            self._sets.remove(self)
         self._base.close()
 
     def _add(self, pending: Pending) -> None:
         self._pending[pending.key] = pending
-        self._counts[pending.request.name] += 1
+        if auto_number(pending.key[0]) is None:  # the others come once each, and would be counted for ever
+            self._counts[pending.key[0]] += 1
+
+    def _has_submitted(self, key: Key) -> bool:
+        """Whether this rank has submitted an operation, which may have ended long ago."""
+        name, before = key
+        number = auto_number(name)
+        if number is not None:
+            return number <= self._unnamed or key in self._zeros_given
+        return self._counts[name] > before
+
+    def _look_after(self, sets: list[Operations]) -> None:
+        """Meets the other ranks if one of them has joined, and those of sets that a mismatch has broken. What
+        fails is raised where its handle is synchronised."""
+        self._world._attend()
+        for each in list(sets):
+            if each is not self and each._queue.is_broken and not each._base.is_broken:
+                with suppress(HorovodInternalError):
+                    each._recover_any()
+
+    def _recover_any(self) -> None:
+        """Meets the other ranks where an operation has failed that nobody has waited for yet."""
+        for pending in list(self._pending.values()):
+            work = pending.work
+            if work is None or not work.done():
+                continue
+            try:
+                work.wait(0)
+            except errors.MultiringError as error:
+                self._recover(pending, work, error)
+                return
+
+    def _gather(self, value: Any) -> list[Any]:
+        """What the ranks of the set tell, in a meeting."""
+        told: list[Any] = self._meanwhile(lambda: self._base.allgather_object(value))
+        return told
+
+    def _meanwhile(self, call: Callable[[], Any]) -> Any:
+        """The result of a collective of this set, in a meeting."""
+        earlier = self._sets[: self._sets.index(self)] if self in self._sets else []
+        return call_meanwhile(call, lambda: self._look_after(earlier)) if earlier else call()
 
     def _attend(self) -> None:
         """Meets the other ranks if one of them has joined."""
-        if not self._signal.is_broken:
-            return
-        with self._lock:
-            if self._signal.is_broken:
-                self._meet()
+        if self._signal.is_broken:
+            with self._lock:
+                if self._signal.is_broken:
+                    self._meet()
 
     def _prune(self) -> None:
         """Forgets what has ended well."""
         for key, pending in list(self._pending.items()):
-            if not _is_done(pending):
+            if not is_done(pending):
                 continue
             assert pending.work is not None
             with suppress(errors.MultiringError):
@@ -268,12 +301,12 @@ class Operations:
     def _hold_meeting(self) -> int | None:
         self._prune()
         pending = {key: each.request for key, each in self._pending.items()}
-        mine = _Meeting(self._queue.is_broken, self._joined_in, self._unnamed, pending)
-        meetings: list[_Meeting] = self._base.allgather_object(mine)
+        mine = Meeting(self._queue.is_broken, self._joined_in, self._unnamed, pending)
+        meetings: list[Meeting] = self._gather(mine)
         self._meetings += 1
         if any(each.is_broken for each in meetings):
             for each in self._pending.values():  # the error reaches all of them
-                _settle(each)
+                settle(each)
             self._renew({})
             return None
         active = {rank: each for rank, each in enumerate(meetings) if each.joined_in is None}
@@ -283,16 +316,17 @@ class Operations:
         _, last = max((each.joined_in or 0, rank) for rank, each in enumerate(meetings))
         self._joined_in = None
         self._unnamed = max(each.unnamed for each in meetings)  # those that went on have counted on
+        self._zeros_given.clear()
         self._signal.close()
-        self._signal = _split(self._base)
+        self._signal = whole_of(self._base)
         return last
 
-    def _serve(self, active: Mapping[int, _Meeting], meetings: list[_Meeting]) -> None:
+    def _serve(self, active: Mapping[int, Meeting], meetings: list[Meeting]) -> None:
         """The ranks that have joined take part in what all others wait for."""
         ready = set.intersection(*(set(each.pending) for each in active.values()))
         has_joined = self._joined_in is not None
-        lacking = {key for key in ready if has_joined and self._counts[key[0]] <= key[1]}
-        wanted = sorted(set().union(*self._base.allgather_object(lacking)))
+        lacking = {key for key in ready if has_joined and not self._has_submitted(key)}
+        wanted = sorted(set().union(*self._gather(lacking)))
         refusals = {}
         for key in wanted:
             requests = {rank: each.pending[key] for rank, each in active.items()}
@@ -321,14 +355,16 @@ class Operations:
 
         pending = Pending(request, key, start)
         self._add(pending)
+        if auto_number(request.name) is not None:
+            self._zeros_given.add(key)
         self._restart(pending)
 
     def _finish_what_can(self, keys: set[Key]) -> None:
         """Waits for those operations that all ranks have submitted."""
-        submitted = {key for key in keys if self._counts[key[0]] > key[1]}
-        everywhere = set.intersection(*self._base.allgather_object(submitted))
+        submitted = {key for key in keys if self._has_submitted(key)}
+        everywhere = set.intersection(*self._gather(submitted))
         for key in everywhere & self._pending.keys():
-            _settle(self._pending[key])
+            settle(self._pending[key])
 
     def _renew(self, refusals: Mapping[Key, str]) -> None:
         """Makes a new queue, refuses what does not match, and submits what is left.
@@ -337,9 +373,9 @@ class Operations:
         """
         self._prune()
         left = {key: each.request for key, each in self._pending.items()}
-        by_rank: list[dict[Key, Request]] = self._base.allgather_object(left)
+        by_rank: list[dict[Key, Request]] = self._gather(left)
         self._queue.close()
-        self._queue = self._base.named_queue(self._title)
+        self._queue = self._meanwhile(lambda: self._base.named_queue(self._title))
         for key, pending in list(self._pending.items()):
             requests = {rank: each[key] for rank, each in enumerate(by_rank) if key in each}
             text = mismatch(requests) if len(requests) == self.size else ""
@@ -357,20 +393,3 @@ class Operations:
         """
         with suppress(errors.MultiringError):
             pending.work = pending.start(self._queue)
-
-
-def _is_done(pending: Pending) -> bool:
-    return pending.work is not None and pending.work.done()
-
-
-def _settle(pending: Pending) -> None:
-    """Waits until an operation has ended in one way or the other."""
-    if pending.work is not None:
-        with suppress(errors.MultiringError):
-            pending.work.wait()
-
-
-def _split(comm: Communicator) -> Communicator:
-    part = comm.split(0)
-    assert part is not None  # every rank takes part
-    return part

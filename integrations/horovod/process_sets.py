@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from multiring.horovod.operations import Operations
@@ -14,26 +16,22 @@ class ProcessSet:
     """Some of the ranks, ascending. Registered by `init` or `add_process_set`, which all ranks call alike.
 
     Attributes:
-        ranks: Ranks of the job, ascending; None: those of the global set before `init`.
+        ranks: Ranks of the job, ascending; None: those of the global set before `init`, and of a set that is
+            made of a communicator.
         process_set_id: Its number, 0 for the global set; None where it is not registered.
-        mpi_comm: Always None: sets are not made of MPI's communicators.
+        mpi_comm: The communicator of mpi4py that it was made of, if it was.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
-        """Of these ranks.
+        """Of these ranks, or of those of a communicator of mpi4py, which `init` looks up.
 
         Raises:
-            ValueError: A rank occurs twice, or is negative.
-            NotImplementedError: It is a communicator of mpi4py.
+            ValueError: It is neither; a rank occurs twice, or is negative.
         """
-        if not isinstance(ranks_or_comm, Iterable):
-            raise NotImplementedError("a ProcessSet is made of a list of ranks here, not of a communicator")
-        ranks = sorted(int(rank) for rank in ranks_or_comm)
-        if len(set(ranks)) != len(ranks) or (ranks and ranks[0] < 0):
-            raise ValueError(f"a process set of ranks {ranks}: expected different ranks of at least 0")
-        self.ranks: list[int] | None = ranks
+        is_comm = hasattr(ranks_or_comm, "Get_group")
+        self.ranks: list[int] | None = None if is_comm else _checked(ranks_or_comm)
         self.process_set_id: int | None = None
-        self.mpi_comm = None
+        self.mpi_comm: Any = ranks_or_comm if is_comm else None
         self._job_rank = -1
         self._operations: Operations | None = None
 
@@ -80,6 +78,13 @@ class ProcessSet:
             raise ValueError(f"root_rank is {root_rank}, which is not part of {self}")
         return self.ranks.index(root_rank)
 
+    def translated(self) -> list[int]:
+        """The ranks of the job that its communicator has, where all processes of MPI are in the job."""
+        group = self.mpi_comm.Get_group()
+        world = sys.modules[type(self.mpi_comm).__module__].COMM_WORLD.Get_group()
+        members = range(group.Get_size())
+        return sorted(type(group).Translate_ranks(group, list(members), world))
+
     def register(self, number: int, job_rank: int, operations: Operations | None) -> None:
         """Makes the set usable. Called by `init` and `add_process_set`."""
         self.process_set_id, self._job_rank, self._operations = number, job_rank, operations
@@ -95,15 +100,35 @@ class ProcessSet:
         return self.ranks.index(self._job_rank)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProcessSet) and self.ranks == other.ranks
+        if not isinstance(other, ProcessSet):
+            return False
+        return self.ranks == other.ranks and self.mpi_comm is other.mpi_comm
 
     def __hash__(self) -> int:
         return hash(tuple(self.ranks or ()))
 
     def __str__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        )
 
     __repr__ = __str__
+
+
+def _checked(ranks: Any) -> list[int]:
+    """
+    Raises:
+        ValueError: They are no ranks.
+    """
+    try:
+        found = sorted(operator.index(rank) for rank in ranks)
+    except TypeError:
+        raise ValueError(
+            f"a process set of {ranks!r}: expected a list of process ranks or a communicator of mpi4py"
+        ) from None
+    if len(set(found)) != len(found) or (found and found[0] < 0):
+        raise ValueError(f"a process set of ranks {found}: expected different ranks of at least 0")
+    return found
 
 
 global_process_set = ProcessSet([])

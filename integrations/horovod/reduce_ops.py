@@ -38,4 +38,4 @@ def resolve_op(op: int | None, average: bool | None) -> int:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         return op
-    return Sum if average is False else Average
+    return Average if average is None or average else Sum

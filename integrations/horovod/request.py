@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-__all__ = ["Request", "join_refusal", "mismatch"]
+__all__ = ["Request", "join_refusal", "mismatch", "reduction_request"]
 
 # Kinds whose first extents may differ over ranks.
 _UNEVEN = frozenset({"allgather", "alltoall"})
@@ -43,13 +44,21 @@ class Request:
         """The shape as far as it has to be the same on all ranks; a first extent that may differ is -1."""
         return (-1, *self.shape[1:]) if self.kind in _UNEVEN and self.shape else self.shape
 
-    @property
+    @cached_property
     def asked(self) -> str:
         """All that has to be the same on all ranks besides kind and dtype, as one text."""
         scale = f" x{self.prescale!r} x{self.postscale!r}" if self.kind in _REDUCTIONS else ""
         root = f" from {self.root}" if self.kind == "broadcast" else ""
         group = f" of {self.group}" if self.group else ""
         return f"{self.name} {list(self.extents)} {self.op}{scale}{root}{group}"
+
+
+@lru_cache(4096)
+def reduction_request(
+    name: str, dtype: str, shape: tuple[int, ...], asked: tuple[str, float, float], group: str
+) -> Request:
+    """A request for an allreduce. The same gradients come in every step: theirs are made once."""
+    return Request("allreduce", name, dtype, shape, *asked, group=group)
 
 
 def _kinds(one: Request, other: Request) -> str:

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from multiring.horovod.operations import NOT_YET, Operations, Pending
+from multiring.horovod.operations import NOT_YET, Operations, Pending, Start
+from multiring.horovod.request import Request
 
-__all__ = ["Finish", "Started", "tell_when_done"]
+__all__ = ["Finish", "Started", "submit_all", "tell_when_done"]
 
 Finish = Callable[[Any], Any]
 Tell = Callable[[Any, Exception | None], None]
@@ -67,11 +68,32 @@ class Started:
         Raises:
             HorovodInternalError: One of them has failed, on all ranks.
         """
+        if len(self._pending) == 1 and not self._results and self._failure is None:
+            return self._finish([self._operations.wait(self._pending[0])])
         while not self.has_ended():
             self.look(_LOOK_EVERY)
         if self._failure is not None:
             raise self._failure
         return self._finish(self._results)
+
+
+def submit_all(operations: Operations, parts: Sequence[tuple[Request, Start]], finish: Finish) -> Started:
+    """Submits the operations of one call.
+
+    Raises:
+        ValueError: The first is not accepted. What is raised by a further one is found by `Started.wait`, for
+            others are in progress then, whose tensors are in use.
+        HorovodInternalError: Likewise.
+    """
+    pending: list[Pending] = []
+    for request, start in parts:
+        try:
+            pending.append(operations.submit(request, start))
+        except (ValueError, RuntimeError) as error:
+            if not pending:
+                raise
+            return Started(operations, pending, finish, error)
+    return Started(operations, pending, finish)
 
 
 class _Watch:

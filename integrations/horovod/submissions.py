@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,21 +11,21 @@ from multiring.horovod.operations import Start
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import op_name, resolve_op
 from multiring.horovod.request import Request
-from multiring.named_queue import NamedQueue
 from multiring.reductions import ScaleKeywords
-from multiring.work import Work
 
 __all__ = [
     "barrier",
     "check_reducescatter",
     "check_rows",
     "checked_counts",
+    "is_power_of_2",
     "join",
     "names_of",
     "reduction",
     "start_allgather",
     "start_allreduce",
     "start_alltoall",
+    "start_barrier",
     "start_broadcast",
     "start_reducescatter",
 ]
@@ -33,6 +34,11 @@ __all__ = [
 def names_of(base: str, count: int, is_group: bool) -> list[str]:
     """Names of the operations of one call."""
     return [f"{base}_{k + 1}of{count}" for k in range(count)] if is_group else [base]
+
+
+def is_power_of_2(number: int) -> bool:
+    """Whether Adasum can combine the tensors of so many ranks."""
+    return number > 0 and number & (number - 1) == 0
 
 
 def reduction(
@@ -49,7 +55,7 @@ def reduction(
     if name == "adasum":
         if process_set.process_set_id != 0:
             raise NotImplementedError("Adasum does not support non-global process sets.")
-        if size & (size - 1):
+        if not is_power_of_2(size):
             raise NotImplementedError(f"Running Adasum with non-power of 2 ranks ({size}) is not supported.")
     return name, float(scale[0]), float(scale[1])
 
@@ -58,8 +64,8 @@ def checked_counts(splits: Iterable[Any] | None, shape: Sequence[int], size: int
     """Rows for each rank of an alltoall.
 
     Raises:
-        ValueError: The splits do not add up to dimension 0 or are not one for each rank; without them,
-            dimension 0 is no multiple of the number of ranks.
+        ValueError: The splits are no integers, do not add up to dimension 0 or are not one for each rank;
+            without them, dimension 0 is no multiple of the number of ranks.
     """
     rows = shape[0] if len(shape) else 0
     if splits is None:
@@ -68,7 +74,10 @@ def checked_counts(splits: Iterable[Any] | None, shape: Sequence[int], size: int
                 f"alltoall without splits: dimension 0 has {rows} rows, which do not divide by {size} ranks"
             )
         return [rows // size] * size
-    counts = [int(count) for count in splits]
+    try:
+        counts = [operator.index(count) for count in splits]
+    except TypeError:
+        raise ValueError(f"alltoall: splits {splits}; expected integers") from None
     if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
         raise ValueError(f"alltoall: splits {counts} of {rows} rows for {size} ranks do not fit")
     return counts
@@ -125,15 +134,16 @@ def start_reducescatter(tensor: Any, request: Request) -> Start:
     )
 
 
+def start_barrier(request: Request) -> Start:
+    """Waits for all ranks."""
+    return lambda queue: queue.barrier_async(name=request.name, asked=request.asked)
+
+
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when all ranks have called it."""
     operations = process_set.operations()
     request = Request("barrier", operations.auto_name())
-
-    def start(queue: NamedQueue) -> Work:
-        return queue.barrier_async(name=request.name, asked=request.asked)
-
-    operations.wait(operations.submit(request, start))
+    operations.wait(operations.submit(request, start_barrier(request)))
 
 
 def join(device: int = -1) -> int:

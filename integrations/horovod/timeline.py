@@ -29,9 +29,9 @@ _GLOBAL = 0  # the process of events that belong to no tensor
 class Timeline:
     """Writes a trace.
 
-    Each name is what the format calls a process. NEGOTIATE_ALLREDUCE lasts until all ranks have submitted the
-    operation, ALLREDUCE from there to its end, with QUEUE in it as long as others run before it. CYCLE_START
-    is where a negotiation has found operations that all ranks have submitted.
+    Each name, as "allreduce.x", is what the format calls a process. NEGOTIATE_ALLREDUCE lasts until all ranks
+    have submitted the operation, ALLREDUCE from there to its end, with QUEUE in it as long as others run
+    before it. CYCLE_START is where a negotiation has found operations that all ranks have submitted.
 
     Args:
         path: The file; what is there is overwritten.
@@ -104,7 +104,8 @@ class Timeline:
             return  # submitted before
         request = pending.request
         kind = request.kind.upper()
-        number = self._number_of(request.name)
+        prefix = f"{request.kind}."
+        number = self._number_of(prefix + request.name.removeprefix(prefix))
         if self._mark_cycles and queued > self._last_cycle:
             self._last_cycle = queued
             self._event("i", "CYCLE_START", _GLOBAL, queued, s="g")
@@ -140,15 +141,15 @@ active: Timeline | None = None
 
 
 def start(path: str | os.PathLike[str], mark_cycles: bool) -> None:
-    """Begins to write, on this rank.
+    """Begins to write, on this rank. A timeline that is being written ends, unless it is the same file.
 
     Raises:
-        ValueError: A timeline is being written.
         OSError: The file cannot be written.
     """
     global active
-    if active is not None:
-        raise ValueError(f"a timeline is being written already, to {active.path}; use hvd.stop_timeline().")
+    if active is not None and os.path.abspath(active.path) == os.path.abspath(path):
+        return  # begun anew it would lose what is there
+    stop()
     active = Timeline(path, mark_cycles)
 
 

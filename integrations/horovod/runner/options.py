@@ -9,6 +9,7 @@ from typing import Any
 
 from multiring.commands.launcher.remote_ranks import SSH
 from multiring.errors import UsageError
+from multiring.horovod.runner.config_file import add_config
 from multiring.horovod.runner.functions import ELASTIC
 
 __all__ = ["add_arguments", "run_arguments"]
@@ -72,7 +73,6 @@ _REFUSED = {
         "--max-num-proc",
         "--host-discovery-script",
     ),
-    "give its options on the command line": ("--config-file",),
 }
 
 
@@ -129,6 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write each rank's output to D/rank.K.stdout and D/rank.K.stderr",
     )
     add("--verbose", action="store_true", help="as --log-level INFO")
+    add("--config-file", metavar="FILE", help="YAML with more of these options, in Horovod's sections")
     add("--log-level", choices=_LEVELS, help="least serious message that is written to stderr")
     add("--stall-check", action="store_true", help="report ranks that are late, as without this option")
     add("--no-stall-check", action="store_true", help="report no ranks that are late")
@@ -154,13 +155,15 @@ def run_arguments(args: argparse.Namespace) -> list[str]:
     """The arguments of `multiring run` that do the same.
 
     Raises:
-        UsageError: No program is named.
+        UsageError: No program is named, or the file of options cannot be read.
     """
     command: Sequence[str] = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise UsageError(
             "name the program that the ranks run, as in: multiring horovodrun -np 2 python train.py"
         )
+    if args.config_file is not None:
+        add_config(args, args.config_file)
     options: dict[str, Any] = {
         "-np": args.num_proc,
         "--hosts": args.hosts,
@@ -191,7 +194,7 @@ def _variables(args: argparse.Namespace) -> dict[str, Any]:
     found = {
         "HOROVOD_TIMELINE": args.timeline_filename,
         "HOROVOD_TIMELINE_MARK_CYCLES": 1 if args.timeline_mark_cycles else None,
-        "MULTIRING_LOG_LEVEL": None if level is None else _LEVELS[level],
+        "MULTIRING_LOG_LEVEL": None if level is None else _LEVELS.get(str(level).upper(), level),
         "MULTIRING_STALL_WARNING": warning,
         "MULTIRING_TIMEOUT": args.stall_check_shutdown_time_seconds
         or None,  # 0: never, and Horovod's default

@@ -32,7 +32,6 @@ from multiring.horovod.basics import (
     stop_timeline,
 )
 from multiring.horovod.exceptions import HorovodInternalError
-from multiring.horovod.objects import allgather_object, broadcast_object
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from multiring.horovod.submissions import barrier
@@ -56,8 +55,10 @@ from multiring.horovod.tensorflow.collectives import (
 from multiring.horovod.tensorflow.compression import Compression
 from multiring.horovod.tensorflow.functions import (
     BroadcastGlobalVariablesHook,
+    allgather_object,
     broadcast_,
     broadcast_global_variables,
+    broadcast_object,
     broadcast_object_fn,
     broadcast_variables,
 )

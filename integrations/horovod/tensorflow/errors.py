@@ -35,6 +35,8 @@ def raised_as_tensorflow() -> Iterator[None]:
     """Context in which errors of collectives are raised as TensorFlow's, which are also what they were."""
     try:
         yield
+    except tf.errors.OpError:
+        raise
     except HorovodInternalError as error:
         raise CollectiveError(None, None, str(error)) from error
     except ValueError as error:

@@ -7,24 +7,25 @@ from typing import Any
 
 import tensorflow as tf
 
+from multiring.horovod import objects
 from multiring.horovod.host_calls import Asked
-from multiring.horovod.objects import broadcast_object
 from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.tensorflow.differentiable import as_is
+from multiring.horovod.tensorflow.errors import raised_as_tensorflow
 from multiring.horovod.tensorflow.graph_calls import begin, name_in_graph
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
+    "allgather_object",
     "broadcast_",
     "broadcast_global_variables",
+    "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
     "optimizer_variables",
 ]
 
-_as_is = tf.autograph.experimental.do_not_convert
 
-
-@_as_is
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -36,7 +37,12 @@ def broadcast_(
     Returns:
         The variables; in a graph of TensorFlow 1, the assignments.
     """
-    variables = list(variables)
+    assigned: list[Any] = _broadcast(list(variables), root_rank, name, process_set)
+    return assigned
+
+
+@as_is
+def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_set: ProcessSet) -> list[Any]:
     name = name_in_graph("broadcast of variables", name)
     asked = Asked("broadcast", root=root_rank)
     waits = [
@@ -49,7 +55,6 @@ def broadcast_(
     return assigned if is_graph else variables
 
 
-@_as_is
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int,
@@ -67,7 +72,12 @@ def broadcast_variables(
     Returns:
         In a graph of TensorFlow 1 an operation that does it; otherwise None.
     """
-    assigned = broadcast_(list(variables), root_rank, None, process_set)
+    return _broadcast_and_group(list(variables), root_rank, process_set)
+
+
+@as_is
+def _broadcast_and_group(variables: list[Any], root_rank: int, process_set: ProcessSet) -> Any:
+    assigned = _broadcast(variables, root_rank, None, process_set)
     return None if tf.executing_eagerly() else tf.group(*[getattr(each, "op", each) for each in assigned])
 
 
@@ -111,6 +121,31 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     return list(found() if callable(found) else found)
 
 
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of rank `root_rank`, pickled (by cloudpickle where it is installed); `session` is not
+    needed.
+
+    Raises:
+        tf.errors.FailedPreconditionError: The root could not pickle it; what pickling raised is raised there.
+    """
+    with raised_as_tensorflow():
+        return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """The objects of all ranks, in the order of the ranks, pickled as there; `session` is not needed."""
+    with raised_as_tensorflow():
+        return objects.allgather_object(obj, name, process_set)
+
+
 def broadcast_object_fn(
     root_rank: int = 0,
     session: Any = None,
@@ -118,4 +153,4 @@ def broadcast_object_fn(
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
     """A function that gives the object of rank `root_rank` on all ranks; `session` is not needed."""
-    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average
-from multiring.horovod.tensorflow.collectives import begin_allreduce
 from multiring.horovod.tensorflow.compression import Compression, Compressor
+from multiring.horovod.tensorflow.differentiable import begin_allreduce
 from multiring.horovod.tensorflow.graph_calls import name_in_graph
 
 __all__ = ["GradientOptions", "LocalVariables", "identity_of"]

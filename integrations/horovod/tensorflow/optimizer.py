@@ -155,4 +155,4 @@ def DistributedOptimizer(  # noqa: N802
         return kind(optimizer, name, use_locking, options, accumulation)
     from multiring.horovod.tensorflow.keras.optimizer import distributed
 
-    return distributed(optimizer, name, options, accumulation)
+    return distributed(optimizer, name, options, backward_passes_per_step, average_aggregated_gradients)

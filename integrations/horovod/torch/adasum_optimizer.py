@@ -11,7 +11,7 @@ import torch
 
 from multiring.horovod.reduce_ops import Adasum
 from multiring.horovod.torch.handles import synchronize
-from multiring.horovod.torch.options import OptimizerOptions
+from multiring.horovod.torch.options import OptimizerOptions, load_shared
 from multiring.horovod.torch.reduces import allreduce_async_
 
 __all__ = ["AdasumStep"]
@@ -73,6 +73,11 @@ class AdasumStep(torch.optim.Optimizer):
             synchronize(handle)
             parameter.copy_(start + self._options.compression.decompress(change, context))
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped class. Backward passes that have not led to a step are forgotten."""
+        self._passes.clear()
+        load_shared(self, super().load_state_dict, state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the wrapped class; raises AssertionError between backward and step."""

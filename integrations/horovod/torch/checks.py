@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from multiring.horovod.request import Request
 __all__ = [
     "MOVED",
     "REDUCED",
+    "as_array",
     "changed",
     "checked",
     "described",
@@ -22,6 +24,8 @@ Tensor = torch.Tensor
 
 REDUCED = {torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16, torch.bool}
+
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in MOVED}
 
 
 def zeros(request: Request) -> Tensor:
@@ -47,7 +51,13 @@ def changed(tensor: Tensor) -> Tensor:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _NAMES[tensor.dtype]
+
+
+def as_array(tensor: Tensor) -> Any:
+    """The tensor as the core takes it at the least cost: an array of NumPy on the same memory, if NumPy has
+    its dtype."""
+    return tensor if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 
 def described(tensors: Sequence[Tensor]) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import torch
-
+from multiring.horovod.basics import at_shutdown
 from multiring.horovod.started import Started
 
-__all__ = ["handle_of", "poll", "synchronize"]
+__all__ = ["forget", "handle_of", "poll", "synchronize"]
 
 _numbers = itertools.count()
 _started: dict[int, Started] = {}
+at_shutdown(_started.clear)
 
 
 def handle_of(started: Started) -> int:
@@ -20,6 +20,11 @@ def handle_of(started: Started) -> int:
     number = next(_numbers)
     _started[number] = started
     return number
+
+
+def forget(handle: int) -> None:
+    """Lets go of an operation that nobody will wait for; it goes on."""
+    _started.pop(handle, None)
 
 
 def poll(handle: int) -> bool:
@@ -32,11 +37,11 @@ def synchronize(handle: int) -> Any:
     """Waits for an operation.
 
     Returns:
-        Its result; None for a handle that is not known, or was synchronized before.
+        Its result; None for a handle that is not known, was synchronized before, or is of a job that was
+        left.
 
     Raises:
         HorovodInternalError: The operation has failed, on all ranks.
     """
     started = _started.pop(handle, None)
-    with torch.no_grad():
-        return None if started is None else started.wait()
+    return None if started is None else started.wait()

@@ -10,7 +10,7 @@ import torch
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average, op_name
 from multiring.horovod.request import Request
-from multiring.horovod.started import Started
+from multiring.horovod.started import Started, submit_all
 from multiring.horovod.submissions import (
     check_reducescatter,
     check_rows,
@@ -43,16 +43,16 @@ def _gather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
     base = name or operations.auto_name()
     names = names_of(base, len(inputs), is_group)
     group = f"{len(inputs)} tensors" if is_group else ""
-    pending = []
+    parts = []
     for tensor, each in zip(inputs, names, strict=True):
         request = Request("allgather", each, dtype_name(tensor), tuple(tensor.shape), group=group)
-        pending.append(operations.submit(request, start_allgather(tensor, request)))
+        parts.append((request, start_allgather(tensor, request)))
 
     def finish(results: list[Any]) -> Any:
         check_rows([tensor.dim() for tensor in inputs], base)
         return results if is_group else results[0]
 
-    return handle_of(Started(operations, pending, finish))
+    return handle_of(submit_all(operations, parts, finish))
 
 
 def allgather_async(
@@ -136,17 +136,16 @@ def _reduce_scatter(
 ) -> int:
     operations = process_set.operations()
     inputs = [checked(tensor, REDUCED) for tensor in tensors]
-    op, prescale, postscale = asked
-    check_reducescatter(op, [tensor.dim() for tensor in inputs])
+    check_reducescatter(asked[0], [tensor.dim() for tensor in inputs])
     base = name or operations.auto_name()
     names = names_of(base, len(inputs), is_group)
     group = described(inputs) if is_group else ""
-    pending = []
+    parts = []
     for tensor, each in zip(inputs, names, strict=True):
         shape, dtype = tuple(tensor.shape), dtype_name(tensor)
-        request = Request("reducescatter", each, dtype, shape, op, prescale, postscale, group=group)
-        pending.append(operations.submit(request, start_reducescatter(tensor, request)))
-    return handle_of(Started(operations, pending, lambda results: results if is_group else results[0]))
+        request = Request("reducescatter", each, dtype, shape, *asked, group=group)
+        parts.append((request, start_reducescatter(tensor, request)))
+    return handle_of(submit_all(operations, parts, lambda results: results if is_group else results[0]))
 
 
 def reducescatter_async(

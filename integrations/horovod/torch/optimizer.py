@@ -14,8 +14,8 @@ from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average
 from multiring.horovod.torch.adasum_optimizer import AdasumStep
 from multiring.horovod.torch.compression import Compression, Compressor
-from multiring.horovod.torch.handles import synchronize
-from multiring.horovod.torch.options import OptimizerOptions
+from multiring.horovod.torch.handles import forget, synchronize
+from multiring.horovod.torch.options import OptimizerOptions, load_shared
 from multiring.horovod.torch.reduces import (
     allreduce_async_,
     grouped_allreduce_async_,
@@ -43,10 +43,12 @@ _TOO_MANY = (
 
 
 class _Started(NamedTuple):
-    """A reduction under way: of these parameters, and a function that waits and gives their gradients."""
+    """A reduction under way: of these parameters, and a function that waits and gives their gradients. Only
+    sparse ones have no handle."""
 
     parameters: list[Parameter]
     wait: Callable[[], list[torch.Tensor]]
+    handle: int | None = None
 
 
 class _Distributed(torch.optim.Optimizer):
@@ -109,13 +111,35 @@ class _Distributed(torch.optim.Optimizer):
             self._synchronizes = True
 
     def step(self, closure: Any = None) -> Any:
-        """Synchronizes, and steps as the wrapped class does."""
-        if self._synchronizes:
-            if self._is_synchronized:
-                warnings.warn(_TWICE, stacklevel=2)
+        """Synchronizes, after each call of `closure` if one is given, and steps as the wrapped class does."""
+        synchronizes = self._synchronizes
+        if synchronizes and self._is_synchronized:
+            warnings.warn(_TWICE, stacklevel=2)
+        if synchronizes and closure is None:
             self.synchronize()
         self._is_synchronized = False
-        return super().step(closure)
+        if closure is None or not synchronizes:
+            return super().step(closure)
+
+        def synchronized() -> Any:
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        loss = super().step(synchronized)
+        self._is_synchronized = False
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped class. Gradients that have not led to a step are forgotten."""
+        for started in self._reductions:
+            if started.handle is not None:
+                forget(started.handle)
+        self._reductions = []
+        self._reduced.clear()
+        self._passes.clear()
+        self._is_synchronized, self._synchronizes = False, True
+        load_shared(self, super().load_state_dict, state_dict)
 
     def local_step(self) -> None:
         """The step of the wrapped class, with gradients as they are."""
@@ -156,9 +180,9 @@ class _Distributed(torch.optim.Optimizer):
             wait = sparse_allreduce_async(gradient, name, options.op, options.process_set)
             self._reductions.append(_Started(parameters, lambda: [wait()]))
             return
-        self._reductions.append(_Started(parameters, self._reduce(parameters)))
+        self._reductions.append(self._reduce(parameters))
 
-    def _reduce(self, parameters: Sequence[Parameter]) -> Callable[[], list[torch.Tensor]]:
+    def _reduce(self, parameters: list[Parameter]) -> _Started:
         options = self._options
         pairs = [options.compression.compress(p.grad.contiguous()) for p in parameters if p.grad is not None]
         tensors = [tensor for tensor, _ in pairs]
@@ -175,7 +199,7 @@ class _Distributed(torch.optim.Optimizer):
             synchronize(handle)
             return [options.compression.decompress(tensor, context) for tensor, context in pairs]
 
-        return wait
+        return _Started(parameters, wait, handle)
 
 
 class _AdasumDistributed(AdasumStep):

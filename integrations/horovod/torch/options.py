@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from multiring.horovod.process_sets import ProcessSet
 from multiring.horovod.torch.compression import Compressor
 
-__all__ = ["OptimizerOptions"]
+__all__ = ["OptimizerOptions", "load_shared"]
 
 Parameter = torch.Tensor
 
@@ -58,6 +58,19 @@ class OptimizerOptions:
         named = _named(optimizer, named_parameters)
         required = [p for _, p in named if p.requires_grad]
         return cls(named, _groups(groups, required), **options)
+
+
+def load_shared(
+    optimizer: torch.optim.Optimizer, load: Callable[[Any], object], state_dict: dict[str, Any]
+) -> None:
+    """Loads into the parameter groups and state that the wrapped optimizer has as well."""
+    groups, state = optimizer.param_groups, optimizer.state
+    load(state_dict)
+    groups[:] = optimizer.param_groups
+    loaded = dict(optimizer.state)
+    state.clear()
+    state.update(loaded)
+    optimizer.param_groups, optimizer.state = groups, state
 
 
 def _named(

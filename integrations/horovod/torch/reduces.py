@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from multiring.horovod.adasum import adasum
-from multiring.horovod.operations import Pending
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average, op_name
-from multiring.horovod.request import Request
-from multiring.horovod.started import Started
+from multiring.horovod.request import reduction_request
+from multiring.horovod.started import submit_all
 from multiring.horovod.submissions import names_of, reduction, start_allreduce
-from multiring.horovod.torch.checks import REDUCED, changed, checked, described, dtype_name
+from multiring.horovod.torch.checks import REDUCED, as_array, changed, checked, described, dtype_name
 from multiring.horovod.torch.handles import handle_of, synchronize
 from multiring.horovod.torch.moves import allgather_async
 
@@ -27,24 +26,6 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-
-
-def _reduce_all(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    names: Sequence[str],
-    asked: tuple[str, float, float],
-    process_set: ProcessSet,
-    group: str = "",
-) -> list[Pending]:
-    """Submits allreduces of pairs of input and output."""
-    operations = process_set.operations()
-    op, prescale, postscale = asked
-    pending = []
-    for (tensor, target), name in zip(pairs, names, strict=True):
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor)
-        request = Request("allreduce", name, dtype, shape, op, prescale, postscale, group=group)
-        pending.append(operations.submit(request, start_allreduce(tensor, target, request)))
-    return pending
 
 
 def _allreduce(
@@ -64,7 +45,13 @@ def _allreduce(
     base = name or operations.auto_name()
     names = names_of(base, len(inputs), is_group)
     group = described(inputs) if is_group else ""
-    pending = _reduce_all(list(zip(inputs, outputs, strict=True)), names, asked, process_set, group)
+    parts = []
+    for tensor, output, each in zip(inputs, outputs, names, strict=True):
+        request = reduction_request(each, dtype_name(tensor), tuple(tensor.shape), asked, group)
+        given: tuple[Any, Any] = (
+            (tensor, output) if asked[0] == "adasum" else (as_array(tensor), as_array(output))
+        )
+        parts.append((request, start_allreduce(*given, request)))
 
     def finish(results: list[Any]) -> Any:
         if asked[0] == "adasum":
@@ -75,7 +62,7 @@ def _allreduce(
         done = outputs if targets is None else [changed(target) for target in targets]
         return list(done) if is_group else done[0]
 
-    return handle_of(Started(operations, pending, finish))
+    return handle_of(submit_all(operations, parts, finish))
 
 
 def allreduce_async(

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import multiring
+from multiring import Communicator
 from multiring import torch as adapter
+from multiring.horovod import basics
 
 __all__ = ["SyncBatchNorm"]
+
+
+class _Job:
+    """The ranks of the job that there is when the layer is used: those of hvd.init(comm=[...]), too."""
+
+    def parent(self) -> Communicator:
+        return basics.communicator() or multiring.world()
 
 
 class SyncBatchNorm(adapter.SyncBatchNorm):
@@ -20,3 +32,4 @@ class SyncBatchNorm(adapter.SyncBatchNorm):
     ) -> None:
         """Like `torch.nn.BatchNorm2d`."""
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self._group: Any = _Job()

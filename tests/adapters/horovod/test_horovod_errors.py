@@ -165,3 +165,60 @@ def test_a_process_set_goes_on_while_a_rank_has_joined(comm: Communicator) -> No
         assert hvd.allreduce(x, name="whole", op=hvd.Sum).tolist() == [2, 2]
         assert hvd.allreduce(x, op=hvd.Sum, process_set=pair).tolist() == [2, 2]
     hvd.join()
+
+
+@with_hvd(3)
+def test_mismatches_in_several_sets(comm: Communicator) -> None:
+    check_several_sets(comm, [0, 1], [1, 2])
+
+
+@pytest.mark.full
+@with_hvd(4)
+def test_mismatches_in_overlapping_sets(comm: Communicator) -> None:
+    check_several_sets(comm, [0, 1, 2], [0, 1, 3])
+
+
+def check_several_sets(comm: Communicator, *ranks: list[int]) -> None:
+    """Rank 1 waits in a set for rank 0, which waits for all ranks after a mismatch; and mismatches in several
+    sets, which each rank finds in another order."""
+    sets = [hvd.global_process_set, *(hvd.add_process_set(each) for each in ranks)]
+    everyone = [len(ranks[0])] * 2
+    mine = [each for each in sets if each.included()]
+    x, text = torch.ones(2), "Mismatched allreduce tensor shapes"
+    for turn in range(4):
+        bad = {each: hvd.allreduce_async(torch.ones(2 + comm.rank), process_set=each) for each in mine}
+        if comm.rank == 1:
+            for each in mine[1:]:
+                assert hvd.allreduce(x, op=hvd.Sum, process_set=each).tolist() == everyone
+        for each in mine if (comm.rank + turn) % 2 else mine[::-1]:
+            refused(hvd.HorovodInternalError, {text: lambda handle=bad[each]: hvd.synchronize(handle)})
+        if comm.rank != 1:
+            for each in mine[1:]:
+                assert hvd.allreduce(x, op=hvd.Sum, process_set=each).tolist() == everyone
+    # A rank that makes a set takes part in what others wait for.
+    late = hvd.allreduce_async(torch.ones(2 + comm.rank))
+    if comm.rank == 0:
+        refused(hvd.HorovodInternalError, {text: lambda: hvd.synchronize(late)})
+    hvd.add_process_set([comm.size - 1])
+    if comm.rank != 0:
+        refused(hvd.HorovodInternalError, {text: lambda: hvd.synchronize(late)})
+
+
+@with_hvd()
+def test_a_group_of_which_one_is_refused(comm: Communicator) -> None:
+    """Those that were submitted before it have a handle, and end."""
+    x = torch.ones(2)
+    operations: Any = hvd.global_process_set.operations()
+    submit = operations.submit
+
+    def submit_but_one(request: Any, start: Any) -> Any:
+        if request.name.endswith("2of3"):
+            raise ValueError("it is in flight")
+        return submit(request, start)
+
+    operations.submit = submit_but_one
+    calls = (hvd.grouped_allreduce_async, hvd.grouped_allgather_async, hvd.grouped_reducescatter_async)
+    for call in calls:
+        handle = call([x, x, x], name="group")  # type: ignore[operator]
+        refused(ValueError, {"in flight": lambda handle=handle: hvd.synchronize(handle)})  # type: ignore[misc]
+        assert hvd.allreduce(x, name="group_1of3").tolist() == [1, 1]

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 import multiring.horovod.torch as hvd
 import multiring.torch
 from multiring import Communicator
-from multiring.errors import PeerLostError
 from tests.adapters.horovod.support import refused, with_hvd
-from tests.on_ranks import same_everywhere
+from tests.on_ranks import on_ranks, same_everywhere
 
 STEPS = 4
 
@@ -331,59 +330,39 @@ def test_batch_normalisation_is_the_adapters() -> None:
     assert not layer.track_running_stats
 
 
-@with_hvd()
-def test_state_is_restored(comm: Communicator) -> None:
-    torch.manual_seed(comm.rank)
-    model = torch.nn.Linear(2, 2)
-    optimizer = sgd(model, momentum=0.9)
-    state = hvd.elastic.TorchState(model, optimizer, batch=comm.rank)
-    calls: list[int] = []
-    resets: list[int] = []
-    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
-
-    @hvd.elastic.run
-    def train(state: Any, until: int) -> str:
-        calls.append(state.batch)
-        while state.batch < until:
-            take_step(state.optimizer, state.model(torch.ones(1, 2)).sum())
-            state.batch += 1
-            state.commit()
-            if state.batch == 2 and len(calls) == 1:
-                with torch.no_grad():
-                    model.weight.add_(100.0)
-                hvd.allreduce(torch.ones(2 + comm.rank))
-        return "done"
-
-    assert train(state, 3) == "done"
-    assert calls == [0, 2]
-    assert resets == [2]
-    assert float(model.weight.detach().abs().max()) < 50
-    assert same_everywhere(comm, values(model))
-    assert len(optimizer.state) == 2
-
-    @hvd.elastic.run
-    def lose(state: Any) -> None:
-        raise hvd.HorovodInternalError("rank 1 died") from PeerLostError("rank 1 died")
-
-    text = "does not bring up ranks in its place yet"
-    refused(hvd.HorovodInternalError, {text: lambda: lose(hvd.elastic.ObjectState(batch=0))})
+@on_ranks(4)
+def test_batches_of_the_job_are_normalised_together(comm: Communicator) -> None:
+    """And not those of all ranks, where hvd.init() was given some."""
+    layer = hvd.SyncBatchNorm(1, affine=False)
+    ranks = [comm.rank % 2, comm.rank % 2 + 2]
+    for _ in range(2):  # the layer outlives the job
+        hvd.init(comm=ranks)
+        found = layer(torch.full((2, 1), float(comm.rank)))
+        torch.testing.assert_close(found, torch.full((2, 1), comm.rank - sum(ranks) / 2), rtol=1e-4, atol=0)
+        hvd.shutdown()
 
 
 @with_hvd()
-def test_the_sampler_goes_on_where_it_was(comm: Communicator) -> None:
-    sampler = hvd.elastic.ElasticSampler(range(21), shuffle=True, seed=3)
-    state = hvd.elastic.TorchState(sampler=sampler, batch=0)
-    own = list(sampler)
-    assert len(own) == len(sampler) == 11
-    everything = sorted(k for part in hvd.allgather_object(own) for k in part)
-    assert set(everything) == set(range(21))
-    for number in range(2):
-        sampler.record_batch(number, 3)
-    assert sampler.processed_num == 6
-    state.commit()
-    state.sync()
-    assert sampler.processed_num == 12
-    rest = {k for part in hvd.allgather_object(list(sampler)) for k in part}
-    assert rest == set(range(21)) - sampler.state_dict()["processed_indices"]
-    sampler.set_epoch(1)
-    assert (sampler.epoch, sampler.processed_num, len(sampler)) == (1, 0, 11)
+def test_closures(comm: Communicator) -> None:
+    """What a closure computes is reduced before the step; LBFGS calls it several times."""
+    for make in (sgd, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)):
+        model, reference = make_model(), make_model()
+        own: Any = make(model)
+        optimizer, alone = hvd.DistributedOptimizer(own, model.named_parameters()), make(reference)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            found = loss(model, batch(comm.rank, 0))  # noqa: B023
+            found.backward()  # type: ignore[no-untyped-call]
+            return found
+
+        def whole() -> Tensor:
+            alone.zero_grad()  # noqa: B023
+            found = whole_loss(reference, range(comm.size), 0, comm.size)  # noqa: B023
+            found.backward()  # type: ignore[no-untyped-call]
+            return found
+
+        for _ in range(2):
+            assert float(optimizer.step(closure)) > 0
+            alone.step(whole)
+        assert_same_model(comm, model, reference)

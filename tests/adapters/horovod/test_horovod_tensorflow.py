@@ -165,8 +165,9 @@ def test_a_mismatch_fails_on_all_ranks_and_the_job_goes_on(comm: Communicator, w
         with pytest.raises(tf.errors.FailedPreconditionError, match=r"Mismatched allreduce tensor shapes"):
             WAYS[way](differ)
         np.testing.assert_array_equal(WAYS[way](fit), np.full(5, comm.size))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="splits"):
-        WAYS[way](lambda: hvd.alltoall(tf.ones([4]), [1] * comm.size))
+    for splits in ([1] * comm.size, [4.0 / comm.size] * comm.size, [np.inf] * comm.size):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="splits"):
+            WAYS[way](lambda splits=splits: hvd.alltoall(tf.ones([4]), splits))
     if way == "at once":
         refused(hvd.HorovodInternalError, {"root": lambda: hvd.broadcast(tf.ones([2]), comm.rank % 2)})
         refused(ValueError, {"not supported": lambda: hvd.allreduce(tf.constant([True]))})
@@ -180,7 +181,10 @@ def test_process_sets_and_join(comm: Communicator) -> None:
         assert float(reduce(tf.constant(float(comm.rank)))) == 2.0
         assert hvd.broadcast(tf.constant(comm.rank), 2, process_set=pair).numpy() == 2
     else:
-        refused(ValueError, {"not part of": lambda: hvd.allreduce(tf.ones(2), process_set=pair)})
+        for kind in (ValueError, tf.errors.InvalidArgumentError):
+            refused(kind, {"not part of": lambda: hvd.allreduce(tf.ones(2), process_set=pair)})
+            refused(kind, {"not part of": lambda: hvd.broadcast(1, 0, process_set=pair)})
+            refused(kind, {"not part of": lambda: hvd.allgather_object(1, process_set=pair)})
     assert hvd.remove_process_set(pair)
     step = tf.function(lambda x: hvd.allreduce(x, name="step"))
     for _ in range(comm.rank + 1):
@@ -210,6 +214,12 @@ def test_variables_and_objects(comm: Communicator) -> None:
     assert [variable.numpy().tolist() for variable in variables] == [[1.0, 3.0], 1]
     assert hvd.broadcast_(variables, 0) == variables
     assert hvd.broadcast_object_fn(1)(comm.rank) == 1
+    assert hvd.broadcast_object(comm.rank, 1, None, "object") == 1
+    assert hvd.allgather_object(comm.rank, None, "objects") == list(range(comm.size))
+    # Programs read and change these.
+    assert hvd.broadcast.__defaults__ == (None, False, hvd.global_process_set)
+    assert hvd.allreduce.__defaults__[:4] == (None, "", "", hvd.Compression.none)
+    assert hvd.broadcast_.__defaults__ == (None, hvd.global_process_set)
     assert same_everywhere(comm, [variable.numpy().tolist() for variable in variables])
     text = "does not support eager execution"
     refused(RuntimeError, {text: lambda: hvd.broadcast_global_variables(0)})

@@ -260,6 +260,10 @@ def test_callbacks(comm: Communicator, kind: str) -> None:
     assert_same(comm, model)
     assert same_everywhere(comm, history.history["mae"])
     np.testing.assert_allclose(rates, [0.25, 0.3, 0.35, 0.4, 0.04, 0.04], rtol=1e-6)
+    model.optimizer.learning_rate = 0.7  # by the program, which a warmup of no epochs leaves alone
+    callbacks = [hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=0), Rates()]
+    fit(comm, model, batch_size=12, epochs=1, callbacks=callbacks)
+    np.testing.assert_allclose(rates[6:], [0.7, 0.7], rtol=1e-6)
     refused(ValueError, {"initial_lr": lambda: hvd.callbacks.LearningRateScheduleCallback(None, 1.0)})
 
 
@@ -283,6 +287,8 @@ def test_models_are_saved_and_loaded(comm: Communicator, tmp_path: Path) -> None
 @with_hvd()
 def test_values_and_what_is_refused(comm: Communicator) -> None:
     assert hvd.allreduce(2.0 * comm.rank) == 1.0
+    assert hvd.allreduce(2.0).dtype == np.float32
+    assert hvd.allreduce(np.float64(1 + 2**-40)) == 1 + 2**-40
     assert alone.allreduce(np.arange(3), op=hvd.Sum, compression=hvd.Compression.none).tolist() == [0, 2, 4]
     assert hvd.allgather(np.full((comm.rank + 1,), comm.rank)).tolist() == [0, 1, 1]
     assert hvd.broadcast(np.array([comm.rank]), 1).tolist() == [1]
@@ -311,6 +317,51 @@ def test_local_layers_and_loss_scales(comm: Communicator) -> None:
     gradients = [tf.fill(weight.shape, np.inf if comm.rank else 1.0) for weight in model.trainable_weights]
     hvd.DistributedOptimizer(other).apply(gradients, model.trainable_weights)
     np.testing.assert_equal(model.get_weights(), before)
+
+
+@with_hvd()
+def test_loss_scales_around(comm: Communicator) -> None:
+    """Where one rank overflows, all skip the step: compile() of tf_keras puts a LossScaleOptimizer around."""
+    for make in (tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD):
+        scale = tf_keras.mixed_precision.LossScaleOptimizer
+        for passes, is_inside in ((1, False), (2, False), (1, True)):
+            options = {"backward_passes_per_step": passes}
+            if is_inside:
+                outside = hvd.DistributedOptimizer(scale(make(0.1)), **options)
+            else:
+                outside = scale(hvd.DistributedOptimizer(make(0.1), **options))
+            model = make_model(tf_keras)
+            weights = model.trainable_weights
+            before = model.get_weights()
+
+            def step(value: Any) -> None:
+                gradients = [tf.fill(weight.shape, value) for weight in weights]  # noqa: B023
+                outside.apply_gradients(list(zip(gradients, weights, strict=True)))  # noqa: B023
+
+            run = tf.function(step)
+            run(tf.constant(np.inf if comm.rank else 1.0))
+            np.testing.assert_equal(model.get_weights(), before)
+            for _ in range(passes):
+                run(tf.constant(comm.rank + 0.5))
+            for found, old in zip(model.get_weights(), before, strict=True):
+                np.testing.assert_allclose(found, old - 0.1 * passes, rtol=1e-5)
+    text = "LossScaleOptimizer has to be inside"
+    own = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    refused(ValueError, {text: lambda: keras.optimizers.LossScaleOptimizer(own)})
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@with_hvd()
+def test_what_is_made_from_a_config_reduces(comm: Communicator, kind: str) -> None:
+    library, make = OPTIMIZERS[kind]
+    optimizer = hvd.DistributedOptimizer(make(0.1), op=hvd.Sum)
+    again = type(optimizer).from_config(optimizer.get_config())
+    model = make_model(library)
+    gradients = [tf.fill(weight.shape, float(comm.rank)) for weight in model.trainable_weights]
+    before = model.get_weights()
+    again.apply_gradients(list(zip(gradients, model.trainable_weights, strict=True)))
+    for found, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(found, old - 0.1, rtol=1e-5)
 
 
 @with_hvd()

@@ -44,12 +44,12 @@ def test_what_is_in_a_timeline(comm: Communicator) -> None:
         refused(OSError, {"/proc/none": lambda: hvd.start_timeline("/proc/none")})
         assert timeline.active is None
     hvd.start_timeline(str(path), mark_cycles=True)
-    if comm.rank == 0:
-        refused(ValueError, {"is being written already": lambda: hvd.start_timeline("/none")})
+    hvd.start_timeline(str(path), mark_cycles=True)  # again: it goes on
     hvd.barrier()
     for _ in range(2):
         hvd.allreduce(torch.ones(3), name="twice")
     hvd.broadcast(torch.ones(2, 2), 0, name="other")
+    hvd.start_timeline(f"{path}.2")  # another one: the first ends
     hvd.stop_timeline()
     hvd.stop_timeline()
     hvd.allreduce(torch.ones(3), name="after")
@@ -60,15 +60,21 @@ def test_what_is_in_a_timeline(comm: Communicator) -> None:
     if comm.rank == 0:
         check(json.loads(path.read_text()))
         path.unlink()
+        assert json.loads(Path(f"{path}.2").read_text()) == []
+        Path(f"{path}.2").unlink()
 
 
 def check(events: list[Event]) -> None:
-    found = spans(events, "twice")
+    found = spans(events, "allreduce.twice")
     assert [name for name, _, _ in found] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE"] * 2
     for (_, submitted, matched), (_, since, ended), (_, queued, begun) in (found[:3], found[3:]):
         assert 0 <= submitted <= matched == since == queued <= begun <= ended
     assert found[2][2] <= found[3][1]
-    assert [name for name, _, _ in spans(events, "other")] == ["NEGOTIATE_BROADCAST", "BROADCAST", "QUEUE"]
+    assert [name for name, _, _ in spans(events, "broadcast.other")] == [
+        "NEGOTIATE_BROADCAST",
+        "BROADCAST",
+        "QUEUE",
+    ]
     (ends,) = [event for event in events if event["name"] == "BROADCAST" and event["ph"] == "E"]
     assert ends["args"] == {"dtype": "float32", "shape": [2, 2]}
     cycles = [event["ts"] for event in events if event["name"] == "CYCLE_START"]
@@ -98,7 +104,11 @@ def test_a_program_that_does_not_shut_down(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     errors(2, path)
     events = json.loads(path.read_text())
-    assert [name for name, _, _ in spans(events, "gradient")] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE"]
+    assert [name for name, _, _ in spans(events, "allreduce.gradient")] == [
+        "NEGOTIATE_ALLREDUCE",
+        "ALLREDUCE",
+        "QUEUE",
+    ]
     assert "CYCLE_START" not in path.read_text()
     for bad, words in (("/proc/none", "no timeline is written"), ("/dev/full", "No space left on device")):
         found = errors(1, bad)

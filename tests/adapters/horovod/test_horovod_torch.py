@@ -45,6 +45,9 @@ def test_allreduce(comm: Communicator, dtype: str) -> None:
                 hvd.synchronize(hvd.allreduce_async(x, op=op, name=f"{op} {shape}")),
                 hvd.synchronize(hvd.allreduce_async_(x.clone(), op=op)),
                 *hvd.grouped_allreduce([x, x], op=op),
+                *hvd.grouped_allreduce_([x.clone()], op=op),
+                *hvd.synchronize(hvd.grouped_allreduce_async_([x.clone()], op=op)),
+                *hvd.synchronize(hvd.grouped_allreduce_async([x], op=op)),
             ]
             for each in found:
                 assert each.dtype == x.dtype
@@ -56,6 +59,7 @@ def test_allreduce(comm: Communicator, dtype: str) -> None:
         np.testing.assert_allclose(hvd.allreduce(x).numpy(), wanted, **tolerance)
         np.testing.assert_allclose(hvd.allreduce(x, average=True).numpy(), wanted, **tolerance)
         assert torch.equal(hvd.allreduce(x, average=False), hvd.allreduce(x, op=hvd.Sum))
+        assert torch.equal(hvd.allreduce(x, average=0), hvd.allreduce(x, op=hvd.Sum))  # type: ignore[arg-type]
     small = torch.full((4,), 2, dtype=x.dtype)
     assert hvd.allreduce(small, op=hvd.Product).tolist() == [2**comm.size] * 4
     rounded = hvd.allreduce(torch.tensor([1 + 2**-13, 3.0]), compression=hvd.Compression.fp16)
@@ -88,6 +92,7 @@ def test_what_is_refused(comm: Communicator) -> None:
     assert len({hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product}) == 6
     if comm.rank == 0:
         handle = hvd.allreduce_async(torch.ones(2), name="x", op=hvd.Sum)
+        assert not hvd.poll(handle)
         refused(ValueError, {"same name": lambda: hvd.allreduce_async(torch.ones(2), name="x")})
     comm.barrier()
     if comm.rank != 0:
@@ -193,6 +198,10 @@ def test_alltoall(comm: Communicator) -> None:
     for bad in ([1] * (comm.size + 1), [5] * comm.size, [-1] * comm.size):
         with pytest.raises(ValueError, match="splits"):
             hvd.alltoall(torch.ones(comm.size), bad)
+    wrong: Any
+    for wrong in ([1.0] * comm.size, [float("inf")] * comm.size, torch.ones(comm.size)):
+        with pytest.raises(ValueError, match="expected integers"):
+            hvd.alltoall(torch.ones(comm.size), wrong)
     if comm.size > 1:
         refused(ValueError, {"without splits": lambda: hvd.alltoall(torch.ones(comm.size + 1))})
 
@@ -246,6 +255,53 @@ def test_process_sets(comm: Communicator) -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
 
 
+def group_of(comm: Communicator) -> Any:
+    """Of a communicator of the ranks that are even, or odd, as mpi4py has it."""
+
+    class Group:
+        def Get_size(self) -> int:  # noqa: N802
+            return len(range(comm.rank % 2, comm.size, 2))
+
+        def Translate_ranks(self, ranks: list[int], world: object) -> list[int]:  # noqa: N802
+            return [comm.rank % 2 + 2 * rank for rank in ranks]
+
+    return Group()
+
+
+class FakeComm:
+    """A communicator of mpi4py as far as process sets need one."""
+
+    def __init__(self, group: Any) -> None:
+        self.Get_group = lambda: group
+
+
+COMM_WORLD = FakeComm(None)
+
+
+@on_ranks(3)
+def test_process_sets_of_communicators(comm: Communicator) -> None:
+    """Each rank gives its own; those of all ranks are registered."""
+    own = hvd.ProcessSet(FakeComm(group_of(comm)))
+    hvd.init(process_sets=[own])
+    assert own.ranks == ([1] if comm.rank == 1 else [0, 2])
+    assert own.process_set_id == (2 if comm.rank == 1 else 1)
+    text = f"ProcessSet(process_set_id={own.process_set_id}, ranks={own.ranks}, mpi_comm={own.mpi_comm})"
+    assert str(own) == text
+    found = hvd.allreduce(torch.tensor(comm.rank), op=hvd.Sum, process_set=own).item()
+    assert found == (1 if comm.rank == 1 else 2)
+    hvd.shutdown()
+    refused(ValueError, {"list of process ranks": lambda: hvd.ProcessSet("ab")})
+
+
+@with_hvd()
+def test_nothing_is_kept_of_operations_that_have_no_name(comm: Communicator) -> None:
+    operations: Any = hvd.global_process_set.operations()
+    for _ in range(3):
+        hvd.allreduce(torch.ones(1))
+        hvd.grouped_allreduce([torch.ones(1)] * 2)
+    assert (len(operations._counts), len(operations._pending)) == (0, 0)
+
+
 def assert_place(comm: Communicator) -> None:
     assert (hvd.rank(), hvd.size()) == (comm.rank, comm.size)
     assert (hvd.local_rank(), hvd.local_size()) == (comm.local_rank, comm.local_size)
@@ -263,6 +319,7 @@ def test_joining_and_leaving(comm: Communicator) -> None:
     calls = [hvd.rank, hvd.size, hvd.local_rank, hvd.is_homogeneous, hvd.mpi_threads_supported]
     for call in (*calls, lambda: hvd.allreduce(torch.ones(1))):
         refused(ValueError, {"has not been initialized": call})
+    handle = -1
     for _ in range(3):
         hvd.init()
         hvd.init()
@@ -272,11 +329,12 @@ def test_joining_and_leaving(comm: Communicator) -> None:
             assert isinstance(getattr(hvd, name)(), bool), name
         assert not any((hvd.nccl_built(), hvd.ddl_built(), hvd.ccl_built(), hvd.rocm_built()))
         refused(ValueError, {"MPI is not enabled": hvd.mpi_threads_supported})
-        hvd.allreduce_async(torch.ones(1), name="nobody waits")
+        handle = hvd.allreduce_async(torch.ones(1), name="nobody waits")
         hvd.barrier()
         hvd.shutdown()
         hvd.shutdown()
         assert not hvd.is_initialized()
+        assert hvd.synchronize(handle) is None
     ranks = list(range(comm.size))
     for bad in ([[0], [0]], [ranks], [[0], [comm.size]]):
         with pytest.raises(ValueError, match=r"process set|expected ranks"):

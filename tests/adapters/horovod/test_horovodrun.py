@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -79,7 +80,6 @@ def test_options_without_effect_are_noted() -> None:
             (["-np", "2", name, "3", "true"], f"horovodrun {name}: elastic jobs")
             for name in ("--min-np", "--min-num-proc", "--max-np", "--host-discovery-script")
         ),
-        (["--config-file", "f", "true"], "give its options on the command line"),
         (["-np", "2"], "name the program"),
         (["true"], "say how many ranks"),
     ],
@@ -93,6 +93,23 @@ def test_version_and_build(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{multiring.horovod.__version__}\n"
     assert cli.main(["horovodrun", "--check-build"]) == 0
     assert "[X] PyTorch" in capsys.readouterr().out
+
+
+def test_a_file_of_options(tmp_path: Path) -> None:
+    """What the command line says goes before it."""
+    path = tmp_path / "options.yaml"
+    path.write_text(
+        "params:\n  cycle_time_ms: 5\ntimeline:\n  filename: t\n  mark_cycles: true\n"
+        "logging:\n  level: DEBUG\nstall_check:\n  enabled: false\n  shutdown_time_seconds: 9\n"
+    )
+    args = parsed(options.add_arguments, "--config-file", str(path), "--log-level", "ERROR", "true")
+    words = options.run_arguments(args)
+    variables = ["HOROVOD_TIMELINE=t", "HOROVOD_TIMELINE_MARK_CYCLES=1", "MULTIRING_LOG_LEVEL=error"]
+    variables += ["MULTIRING_STALL_WARNING=0", "MULTIRING_TIMEOUT=9"]
+    assert words == ["--horovod", *(word for each in variables for word in ("--env", each)), "--", "true"]
+    assert args.without_effect == [f"params.cycle_time_ms in {path}"]
+    for bad in ("/none", str(tmp_path)):
+        assert f"--config-file {bad}" in refused("horovodrun", "--config-file", bad, "true")
 
 
 def test_a_job() -> None:
@@ -164,6 +181,13 @@ import sys
 import horovod
 import horovod.torch as hvd
 from horovod import torch as other
+from horovod.common.elastic import run_fn
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.process_sets import process_set_by_id, process_sets
+from horovod.common.util import env, gloo_built, nccl_built, num_rank_is_power_2, split_list
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.state import TorchState
+from horovod.torch.functions import broadcast_object
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import allreduce, rank
 import multiring.horovod.torch
@@ -178,9 +202,14 @@ try:
 except ImportError as error:
     assert "there is no multiring.horovod.spark" in str(error), error
 # What Python finds for these names; importing TensorFlow takes long.
-for name in ("horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras"):
+for name in ("horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras", "horovod.tensorflow.util"):
     assert importlib.util.find_spec(name).name == name
+with env(HOROVOD_HERE="1"):
+    assert os.environ["HOROVOD_HERE"] == "1"
+assert "HOROVOD_HERE" not in os.environ and not gloo_built() and not nccl_built(verbose=True)
+assert split_list([1, 2, 3], 2) == [[1, 2], [3]] and num_rank_is_power_2(4) and not num_rank_is_power_2(6)
 hvd.init()
+assert process_set_by_id(0) is process_sets()[0] is hvd.global_process_set
 for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
     assert getattr(hvd, name)() == int(os.environ.get("HOROVOD_" + name.upper(), "size" in name)), name
 everyone = hvd.allgather_object(hvd.rank())
@@ -204,6 +233,11 @@ def test_without_the_launcher(tmp_path: Path) -> None:
     result = Job([*command, str(script), "--epochs", "3"]).run(code=0)
     assert "all of 1 ['--epochs', '3'] [0]" in result.stdout
     assert "usage: python -m multiring.horovod" in Job(command).run(code=2).stderr
+    script.write_text("import multiring.horovod\nmultiring.horovod.install()\n" * 2 + IMPORTS)
+    assert "all of 1 [] [0]" in Job([sys.executable, str(script)]).run(code=0).stdout
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    result = Job([*torchrun, "--module", "multiring.horovod", str(script)]).run(code=0)
+    assert "all of 2 [] [0, 1]" in result.stdout
 
 
 @pytest.mark.full
@@ -218,6 +252,12 @@ def test_a_horovod_that_is_installed_is_not_shadowed_silently(tmp_path: Path) ->
     assert ours.stdout.count("ours") == 2, ours.stderr
     assert ours.stderr.count(f"not the Horovod that is at {package / '__init__.py'}") == 1
     assert run_job(2, script).stdout.count("theirs") == 2
+    path = tmp_path / "elsewhere" / "script.py"
+    path.parent.mkdir()
+    path.write_text(script)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    foreign = Job([*torchrun, "--module", "multiring.horovod", str(path)]).run(code=0)
+    assert foreign.stderr.count(f"not the Horovod that is at {package / '__init__.py'}") == 1
 
 
 @pytest.mark.full
@@ -233,3 +273,53 @@ def test_the_examples_learn_the_digits(script: str, options: list[str]) -> None:
     line = next(line for line in result.stdout.splitlines() if "test accuracy" in line)
     assert "2 ranks" in line
     assert float(line.split()[-1]) > 0.95
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("option", ["--fp16-allreduce", "--use-adasum"])
+def test_the_synthetic_benchmark(option: str) -> None:
+    small = ["--model", "resnet50", "--batch-size", "2", "--image-size", "32", "--num-warmup-batches", "1"]
+    small += ["--num-batches-per-iter", "1", "--num-iters", "2", option]
+    script = EXAMPLES / "torch_synthetic.py"
+    result = run_job(2, script, *small, launcher_args=["--horovod"], timeout=240.0, code=0)
+    assert result.stdout.count("img/sec per CPU") == 2
+    assert re.search(r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+", result.stdout)
+
+
+ELASTIC = """
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+@hvd.elastic.run
+def train(state):
+    for state.batch in range(state.batch, 6):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        if state.batch in (2, 4) and state.failed < state.batch:
+            state.failed = state.batch
+            state.commit()
+            hvd.allreduce(torch.ones(1 + hvd.rank()))
+        optimizer.step()
+    return state.failed
+
+state = hvd.elastic.TorchState(model, optimizer, batch=0, failed=0)
+found = train(state), model.weight.tolist()
+print("the same" if hvd.allgather_object(found) == [found] * 2 else "not", found[0], flush=True)
+hvd.shutdown()
+for _ in range(100):
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    hvd.shutdown()
+print("a hundred times")
+"""
+
+
+@pytest.mark.full
+def test_elastic_training_and_joining_a_hundred_times() -> None:
+    result = run_job(2, ELASTIC, launcher_args=["--horovod"], timeout=240.0, code=0)
+    assert result.stdout.count("the same 4") == result.stdout.count("a hundred times") == 2

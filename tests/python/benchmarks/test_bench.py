@@ -101,6 +101,16 @@ def measured(
         return done, {path.name: path.read_bytes() for path in job.directory.iterdir()}
 
 
+def test_small_allreduces_by_name() -> None:
+    done, files = measured(
+        "-np", "2", "--turns", "2", "--sizes", "4", "--plot", "DIR/r.png", benchmark="named"
+    )
+    rows = json.loads(files["r.json"])["rows"]
+    names = ["hvd.allreduce", "hvd.allreduce_", "named queue", "communicator"]
+    assert [(row["bytes"], row["name"]) for row in rows] == [(4, name) for name in names]
+    assert all(row["sample"]["median"] > 0 and row["name"] in done.stdout for row in rows)
+
+
 def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
     words = ["-np", "2", "--sizes", "4,64KiB", "--peers", "gloo", "--seconds", "0.02", "--plot", "DIR/r.png"]
     done, files = measured(*words)

@@ -83,7 +83,7 @@ def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
     done, files = measured(*words, benchmark="gradients")
     report = json.loads(files["r.json"])
     assert sorted(files) == ["r.json", "r.png"]
-    names = ["no synchronisation", "multiring"]
+    names = ["no synchronisation", "multiring", "hvd.DistributedOptimizer"]
     names += [f"{way} over {by}" for way in ("DDP", "FSDP2") for by in ("multiring", "Gloo")]
     assert [row["name"] for row in report["gradients"]] == names
     assert report["ranks"] == 2

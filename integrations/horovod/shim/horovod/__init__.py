@@ -70,7 +70,7 @@ def _tell_of_another() -> None:
         text = (
             f"multiring: `import horovod` gives multiring.horovod, not the Horovod that is at {other.origin}"
         )
-        print(f"{text}; leave out --horovod to use that one", file=sys.stderr)
+        print(f"{text}; leave out --horovod or multiring.horovod.install() to use that one", file=sys.stderr)
 
 
 _tell_of_another()

@@ -30,10 +30,10 @@ from multiring.horovod.basics import (
     stop_timeline,
 )
 from multiring.horovod.exceptions import HorovodInternalError
-from multiring.horovod.objects import allgather_object, broadcast_object
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from multiring.horovod.tensorflow.compression import Compression
+from multiring.horovod.tensorflow.functions import allgather_object, broadcast_object
 from multiring.horovod.tensorflow.keras import callbacks, elastic
 from multiring.horovod.tensorflow.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from multiring.horovod.tensorflow.keras.values import (

@@ -151,7 +151,11 @@ class LearningRateScheduleCallback(Callback):
     def on_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Sets the learning rate, if it is time."""
         epoch = self.current_epoch
-        if epoch is None or epoch < self.start_epoch or (self.end_epoch or epoch + 1) <= epoch:
+        if (
+            epoch is None
+            or epoch < self.start_epoch
+            or (self.end_epoch is not None and epoch >= self.end_epoch)
+        ):
             return
         if not self.staircase:
             self._set(epoch + batch / (self.steps_per_epoch or 1))

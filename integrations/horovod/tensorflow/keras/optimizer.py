@@ -20,32 +20,52 @@ from multiring.tensorflow.optimizers.xla import keep_xla_off
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "distributed"]
 
 
+class _Parts:
+    """What an optimizer of ours has besides what Keras knows of."""
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        self.accumulation, self.local = accumulation, LocalVariables()
+
+
 class _Distributed:
-    """What both kinds have."""
+    """What both kinds have.
+
+    Attributes:
+        made_with: How gradients are reduced, and the arguments of `Accumulation`. Of the class, so that what
+            is made from a config reduces as well.
+    """
 
     uses_collectives = True  # so Keras is kept from compiling with XLA
+    made_with: tuple[GradientOptions, tuple[int, bool, bool]]
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of a variable on this rank: it is not reduced."""
-        self._local.add(var)
+        self._parts().local.add(var)
 
-    def _distribute(self, options: GradientOptions, accumulation: Accumulation) -> None:
-        # Not by attributes, which Keras would look into for variables.
-        self.__dict__.update(_options=options, _accumulation=accumulation, _local=LocalVariables())
+    def _parts(self) -> _Parts:
+        if "_horovod" not in self.__dict__:
+            # Not by an attribute, which Keras would look into for variables.
+            self.__dict__["_horovod"] = _Parts(Accumulation(*self.made_with[1]))
+        found: _Parts = self.__dict__["_horovod"]
+        return found
 
-    _options: GradientOptions
-    _accumulation: Accumulation
-    _local: LocalVariables
+    def _reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return self.made_with[0].reduce(gradients, variables, self._parts().local)
 
-    def _reduced_step(self, gradients: Sequence[Any], variables: Sequence[Any], step: Any) -> Any:
+    def _step(
+        self, gradients: Sequence[Any], variables: Sequence[Any], step: Any, *, is_reduced: bool = False
+    ) -> Any:
         """Has `step` get the reduced gradients, if it is time."""
 
         def apply(found: Sequence[Any]) -> Any:
-            return step(self._options.reduce(found, variables, self._local))
+            return step(found if is_reduced else self._reduced(found, variables))
 
-        if self._accumulation.passes == 1:
-            return apply(gradients)
-        return self._accumulation.step(gradients, apply, self._skipped)
+        accumulation = self._parts().accumulation
+        return (
+            apply(gradients)
+            if accumulation.passes == 1
+            else accumulation.step(gradients, apply, self._skipped)
+        )
 
     def _skipped(self) -> Any:
         iterations: Any = self.iterations  # type: ignore[attr-defined]
@@ -62,33 +82,67 @@ class _OfKeras3(_Distributed):
             return
         own: Any = self
         variables = list(own._trainable_variables if trainable_variables is None else trainable_variables)
-        if self._accumulation.passes > 1 and not own.built:  # outside of the branch that applies
+        if self.made_with[1][0] > 1 and not own.built:  # outside of the branch that applies
             with keras.name_scope(own.name):
                 own.build(variables)
-        self._reduced_step(list(grads), variables, lambda found: parent.apply(found, trainable_variables))
+        self._step(list(grads), variables, lambda found: parent.apply(found, trainable_variables))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        caller = sys._getframe(1).f_locals.get("self") if name == "loss_scale_factor" else None
+        if isinstance(caller, keras.optimizers.LossScaleOptimizer) and caller is not self:
+            # It sets this in the optimizer that it is given. It decides from this rank's gradients alone
+            # whether to step, so ranks would wait for others that do not come.
+            raise ValueError(
+                "a LossScaleOptimizer has to be inside: hvd.DistributedOptimizer(LossScaleOptimizer(opt)); "
+                "for a model of policy mixed_float16 set the policy before hvd.DistributedOptimizer is called"
+            )
+        super().__setattr__(name, value)
 
 
 class _OfTfKeras(_Distributed):
     """Goes before a class of tf_keras in the order of bases."""
 
-    def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        """Reduces gradients over ranks, and updates the variables."""
+    def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
+        """Reduces gradients over ranks. A LossScaleOptimizer around this one calls it before it decides
+        whether to step, which so is the same on all ranks."""
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        reduced = self._reduced([gradient for gradient, _ in pairs], variables)
+        return list(zip(reduced, variables, strict=True))
+
+    _aggregate_gradients = aggregate_gradients  # what the legacy optimizers call it
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Any], name: str | None = None, *flag: bool, **kwargs: Any
+    ) -> Any:
+        """Reduces gradients over ranks, unless that is said to be done, and updates the variables."""
         parent: Any = super()
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
+        is_legacy = not hasattr(parent, "aggregate_gradients")
+        skips = kwargs.pop("skip_gradients_aggregation", False)
+        reduces = kwargs.pop("experimental_aggregate_gradients", True)
+        if flag:
+            skips, reduces = (skips, flag[0]) if is_legacy else (flag[0], reduces)
+        # By keyword: the order of these differs by class.
+        said = (
+            {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
+        )
+        kwargs |= said if name is None else {**said, "name": name}
 
         def step(found: Sequence[Any]) -> Any:
-            return parent.apply_gradients(list(zip(found, variables, strict=True)), *args, **kwargs)
+            return parent.apply_gradients(list(zip(found, variables, strict=True)), **kwargs)
 
         own: Any = self
-        if self._accumulation.passes > 1 and hasattr(own, "build") and not getattr(own, "_built", True):
+        if self.made_with[1][0] > 1 and hasattr(own, "build") and not getattr(own, "_built", True):
             with tf.init_scope():
                 own.build(variables)
-        return self._reduced_step([gradient for gradient, _ in pairs], variables, step)
+        is_reduced = skips or not reduces
+        return self._step([gradient for gradient, _ in pairs], variables, step, is_reduced=is_reduced)
 
 
 def distributed(
-    optimizer: Any, name: str | None, options: GradientOptions, accumulation: Accumulation
+    optimizer: Any, name: str | None, options: GradientOptions, passes: int, averages: bool
 ) -> Any:
     """The optimizer with its state, of a subclass of its class that reduces.
 
@@ -108,15 +162,18 @@ def distributed(
             if base is None
             else "this optimizer is distributed already"
         )
+    Accumulation(passes, averages, options.sparse_as_dense)  # raises what is wrong
     if options.op == Adasum:
         raise ValueError("op == Adasum is not supported yet with Keras")
     if base is _OfKeras3:
         optimizer = _prepared(optimizer)
     wrapped = type(optimizer)
-    made: Any = type(wrapped.__name__, (base, wrapped), {"__module__": wrapped.__module__})
+    made_with = options, (passes, averages, options.sparse_as_dense)
+    names = {"__module__": wrapped.__module__, "made_with": made_with}
+    metaclass: Any = type(wrapped)
+    made = metaclass(wrapped.__name__, (base, wrapped), names)
     result = made.__new__(made)
     result.__dict__.update(optimizer.__dict__)
-    result._distribute(options, accumulation)
     if name is not None:
         result.__dict__["name" if "name" in result.__dict__ else "_name"] = name
     return result
@@ -185,8 +242,7 @@ def DistributedOptimizer(  # noqa: N802
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    accumulation = Accumulation(backward_passes_per_step, average_aggregated_gradients, sparse_as_dense)
-    return distributed(optimizer, name, options, accumulation)
+    return distributed(optimizer, name, options, backward_passes_per_step, average_aggregated_gradients)
 
 
 def PartialDistributedOptimizer(  # noqa: N802

@@ -32,7 +32,7 @@ Value = Any
 
 def _call(asked: Asked, value: Value, name: str | None, process_set: ProcessSet) -> Value:
     array = np.array(value.numpy() if hasattr(value, "numpy") else value)
-    if isinstance(value, float):
+    if isinstance(value, float) and not isinstance(value, np.floating):  # np.float64 is both
         array = array.astype(np.float32)
     with raised_as_tensorflow():
         name = name or process_set.operations().auto_name()

@@ -1,0 +1,268 @@
+"""What collectives do, eager and in graphs, with gradients where there are any to go through."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from multiring.horovod.host_calls import Asked
+from multiring.horovod.process_sets import ProcessSet
+from multiring.horovod.reduce_ops import Average, Sum, op_name, resolve_op
+from multiring.horovod.submissions import reduction
+from multiring.horovod.tensorflow.compression import Compressor
+from multiring.horovod.tensorflow.errors import raised_as_tensorflow
+from multiring.horovod.tensorflow.graph_calls import begin, call, name_in_graph
+
+__all__ = [
+    "allgather_all",
+    "allreduce_all",
+    "allreduce_one",
+    "alltoall_one",
+    "as_is",
+    "begin_allreduce",
+    "broadcast_one",
+    "reducescatter_all",
+]
+
+Tensor = Any
+Tensors = Sequence[Tensor]
+Backward = Callable[..., list[Tensor]]
+Scale = tuple[float, float]
+
+
+def as_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which autograph leaves alone, and whose errors are TensorFlow's.
+
+    Public functions are not wrapped: programs look at their defaults.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with raised_as_tensorflow():
+            return function(*args, **kwargs)
+
+    wrapped: Callable[..., Any] = tf.autograph.experimental.do_not_convert(wrapper)
+    return wrapped
+
+
+@as_is
+def allreduce_one(
+    tensor: Tensor,
+    op: int | None,
+    average: bool | None,
+    scale: Scale,
+    compression: type[Compressor],
+    name: str | None,
+    process_set: ProcessSet,
+) -> Tensor:
+    """See `allreduce`."""
+    op = resolve_op(op, average)
+    if isinstance(tensor, tf.IndexedSlices):
+        return _allreduce_slices(tensor, op, scale, name, process_set)()
+    return _allreduce_compressed([tensor], op, None, scale, compression, name, process_set, False)[0]
+
+
+@as_is
+def allreduce_all(
+    tensors: Tensors,
+    op: int | None,
+    average: bool | None,
+    scale: Scale,
+    compression: type[Compressor],
+    name: str | None,
+    process_set: ProcessSet,
+) -> list[Tensor]:
+    """See `grouped_allreduce`."""
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise NotImplementedError("IndexedSlices are not supported by grouped_allreduce; use allreduce")
+    if len(tensors) == 0:
+        return []
+    return _allreduce_compressed(tensors, op, average, scale, compression, name, process_set, True)
+
+
+def _allreduce_compressed(
+    tensors: Tensors,
+    op: int | None,
+    average: bool | None,
+    scale: Scale,
+    compression: type[Compressor],
+    name: str | None,
+    process_set: ProcessSet,
+    is_group: bool,
+) -> list[Tensor]:
+    pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    asked = Asked("allreduce", *reduction(op, average, scale, process_set), is_group=is_group)
+    reduced = _allreduce(asked, [each for each, _ in pairs], name, process_set)
+    return [compression.decompress(each, ctx) for each, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+
+@as_is
+def allgather_all(
+    tensors: Tensors, name: str | None, process_set: ProcessSet, is_group: bool
+) -> list[Tensor]:
+    """See `grouped_allgather`."""
+    if len(tensors) == 0:
+        return []
+    return _allgather(Asked("allgather", is_group=is_group), tensors, name, process_set)
+
+
+@as_is
+def broadcast_one(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+    """See `broadcast`."""
+    is_root = process_set.operations().rank == process_set.root(root_rank)
+
+    def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
+        reduced = _allreduce(Asked("allreduce", "average"), gradients, name, process_set)
+        if is_root:
+            return reduced
+        with tf.control_dependencies(reduced):  # or a session would leave the allreduce out
+            return [tf.identity(tf.zeros_like(reduced[0]))]
+
+    return _with_gradient(Asked("broadcast", root=root_rank), [tensor], name, process_set, backward)[0]
+
+
+@as_is
+def alltoall_one(tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
+    """See `alltoall`."""
+    inputs = [tf.convert_to_tensor(tensor)]
+    if splits is not None:
+        counts = tf.convert_to_tensor(splits)
+        if not counts.dtype.is_integer:
+            raise ValueError(f"alltoall: splits of {counts.dtype.name}; expected integers")
+        inputs.append(tf.cast(counts, tf.int32))
+    name = name_in_graph("alltoall", name)
+
+    @tf.custom_gradient
+    def exchange(source: Tensor) -> Any:
+        received, counts = call(Asked("alltoall"), [source, *inputs[1:]], name, process_set)
+
+        def backward(gradient: Tensor, _: Tensor) -> Tensor:
+            suffixed = None if tf.executing_eagerly() else f"{name}.gradient"
+            return alltoall_one(gradient, counts, suffixed, process_set)[0]
+
+        return (received, counts), backward
+
+    received, counts = exchange(inputs[0])
+    return received if splits is None else (received, counts)
+
+
+@as_is
+def reducescatter_all(
+    tensors: Tensors,
+    op: int,
+    scale: Scale,
+    compression: type[Compressor],
+    name: str | None,
+    process_set: ProcessSet,
+    is_group: bool,
+) -> list[Tensor]:
+    """See `grouped_reducescatter`."""
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise NotImplementedError("IndexedSlices are not supported by reducescatter")
+    if len(tensors) == 0:
+        return []
+    pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    asked = Asked("reducescatter", op_name(op), *scale, is_group=is_group)
+    shares = _reducescatter(asked, [each for each, _ in pairs], name, process_set)
+    return [compression.decompress(each, ctx) for each, (_, ctx) in zip(shares, pairs, strict=True)]
+
+
+def _with_gradient(
+    asked: Asked, tensors: Tensors, name: str | None, process_set: ProcessSet, backward: Backward
+) -> list[Tensor]:
+    """The results of a call; `backward` gets their gradients, and a name for operations of its own."""
+    name = name_in_graph(asked.kind, name)
+
+    @tf.custom_gradient
+    def forward(*inputs: Tensor) -> Any:
+        results = call(asked, inputs, name, process_set)
+
+        def gradient(*gradients: Tensor) -> Any:
+            suffixed = None if tf.executing_eagerly() else f"{name or asked.kind}.gradient"
+            return backward(list(gradients), suffixed)
+
+        return tuple(results), gradient
+
+    inputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    found = forward(*inputs)
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def _allreduce(asked: Asked, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
+        return _allreduce(asked, gradients, name, process_set)
+
+    return _with_gradient(asked, tensors, name, process_set, backward)
+
+
+def _allreduce_slices(
+    slices: Any, op: int, scale: Scale, name: str | None, process_set: ProcessSet
+) -> Callable[[], Any]:
+    if op not in (Average, Sum):
+        raise NotImplementedError("The op parameter of a sparse allreduce has to be hvd.Average or hvd.Sum.")
+    if scale != (1.0, 1.0):
+        raise NotImplementedError(
+            "prescale_factor and postscale_factor are not supported with tf.IndexedSlices"
+        )
+    name = name_in_graph("allreduce of slices", name)
+    asked = Asked("allgather")
+    values = begin(asked, [slices.values], name and f"{name}.values", process_set)
+    indices = begin(asked, [slices.indices], name and f"{name}.indices", process_set)
+
+    def wait() -> Any:
+        rows = values()[0]
+        if op == Average:
+            rows = rows / tf.cast(process_set.operations().size, rows.dtype)
+        return tf.IndexedSlices(rows, indices()[0], slices.dense_shape)
+
+    return wait
+
+
+def begin_allreduce(
+    tensors: Tensors,
+    compression: type[Compressor],
+    op: int,
+    scale: Scale,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Callable[[], list[Tensor]]:
+    """Submits an allreduce of one or several tensors, or of one `tf.IndexedSlices`, that no gradient goes
+    through; gives a function that waits, and returns the results."""
+    if isinstance(tensors[0], tf.IndexedSlices):
+        wait = _allreduce_slices(tensors[0], op, scale, name, process_set)
+        return lambda: [wait()]
+    asked = Asked("allreduce", *reduction(op, None, scale, process_set), is_group=len(tensors) > 1)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    start = begin(asked, [each for each, _ in pairs], name, process_set)
+    return lambda: [compression.decompress(each, ctx) for each, (_, ctx) in zip(start(), pairs, strict=True)]
+
+
+def _allgather(asked: Asked, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    inputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+
+    def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
+        """This rank's rows of the averaged gradients."""
+        operations = process_set.operations()
+        own = tf.stack([tf.shape(each)[0] for each in inputs])
+        rows = call(Asked("allgather"), [own[None]], name and f"{name}.rows", process_set)[0]
+        first = tf.reduce_sum(rows[: operations.rank], 0)
+        average = Asked("allreduce", "average", is_group=asked.is_group)
+        reduced = _allreduce(average, gradients, name, process_set)
+        return [each[first[k] : first[k] + own[k]] for k, each in enumerate(reduced)]
+
+    return _with_gradient(asked, inputs, name, process_set, backward)
+
+
+def _reducescatter(asked: Asked, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
+        factor = asked.prescale * asked.postscale
+        if asked.op == op_name(Sum):
+            factor *= process_set.operations().size
+        gather = Asked("allgather", is_group=asked.is_group)
+        gathered = _allgather(gather, gradients, name, process_set)
+        return [each * tf.cast(factor, each.dtype) for each in gathered]
+
+    return _with_gradient(asked, tensors, name, process_set, backward)

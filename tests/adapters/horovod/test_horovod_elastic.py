@@ -1,0 +1,114 @@
+"""State of PyTorch that is committed and restored, in jobs that lose no rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import multiring.horovod.torch as hvd
+from multiring import Communicator
+from multiring.errors import PeerLostError
+from tests.adapters.horovod.support import refused, with_hvd
+from tests.adapters.horovod.test_horovod_optimizer import sgd, values
+from tests.on_ranks import same_everywhere
+
+
+@with_hvd()
+def test_state_is_restored(comm: Communicator) -> None:
+    torch.manual_seed(comm.rank)
+    model = torch.nn.Linear(2, 2)
+    optimizer = sgd(model, momentum=0.9)
+    optimizer_over_ranks = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    found = {"best": 1.0 + comm.rank}
+    options = {"scheduler": scheduler, "found": found, "batch": comm.rank}
+    state: Any = hvd.elastic.TorchState(model, optimizer_over_ranks, **options)
+    assert state.scheduler is scheduler
+    assert state.found is found
+    calls: list[int] = []
+    resets: list[int] = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def train(state: Any, until: int) -> str:
+        calls.append(state.batch)
+        while state.batch < until:
+            state.optimizer.zero_grad()
+            state.model(torch.ones(1, 2)).sum().backward()
+            if state.batch == 1 and len(calls) == 1:  # between backward and step
+                hvd.allreduce(torch.ones(2 + comm.rank))
+            state.optimizer.step()
+            state.scheduler.step()
+            state.batch += 1
+            state.commit()
+            if state.batch == 2 and len(calls) == 2:
+                with torch.no_grad():
+                    model.weight.add_(100.0)
+                hvd.allreduce(torch.ones(2 + comm.rank))
+        return "done"
+
+    assert train(state, 3) == "done"
+    assert calls == [0, 1, 2]
+    assert resets == [2, 2]
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 8
+    assert state.found == {"best": 1.0}
+    assert float(model.weight.detach().abs().max()) < 50
+    assert same_everywhere(comm, values(model))
+    assert len(optimizer.state) == 2
+
+    check_updates()
+
+    @hvd.elastic.run
+    def lose(state: Any) -> None:
+        raise hvd.HorovodInternalError("rank 1 died") from PeerLostError("rank 1 died")
+
+    text = "does not bring up ranks in its place yet"
+    refused(hvd.HorovodInternalError, {text: lambda: lose(hvd.elastic.ObjectState(batch=0))})
+
+
+def check_updates() -> None:
+    """After a change of hosts the function goes on; where hosts were only removed (1), it is not given the
+    state of rank 0 again."""
+    updates = iter([1, 2])
+    seen: list[int] = []
+
+    class Counted(hvd.elastic.ObjectState):
+        syncs = 0
+
+        def sync(self) -> None:
+            self.syncs += 1
+            super().sync()
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> list[int]:
+        seen.append(state.count)
+        if kind := next(updates, 0):
+            state.count += 1
+            state.on_hosts_updated(float(kind), kind)
+            state.check_host_updates()
+        return seen
+
+    counted = Counted(count=0)
+    assert go_on(counted) == [0, 1, 2]
+    assert counted.syncs == 2
+
+
+@with_hvd()
+def test_the_sampler_goes_on_where_it_was(comm: Communicator) -> None:
+    sampler = hvd.elastic.ElasticSampler(range(21), shuffle=True, seed=3)
+    state = hvd.elastic.TorchState(sampler=sampler, batch=0)
+    own = list(sampler)
+    assert len(own) == len(sampler) == 11
+    everything = sorted(k for part in hvd.allgather_object(own) for k in part)
+    assert set(everything) == set(range(21))
+    for number in range(2):
+        sampler.record_batch(number, 3)
+    assert sampler.processed_num == 6
+    state.commit()
+    state.sync()
+    assert sampler.processed_num == 12
+    rest = {k for part in hvd.allgather_object(list(sampler)) for k in part}
+    assert rest == set(range(21)) - sampler.state_dict()["processed_indices"]
+    sampler.set_epoch(1)
+    assert (sampler.epoch, sampler.processed_num, len(sampler)) == (1, 0, 11)
