@@ -55,6 +55,8 @@ class CpuBackend:
         self._group.set_timeout(timeout)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_group":  # of a copy that has nothing yet
+            raise AttributeError(name)
         return getattr(self._group, name)
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -55,7 +56,7 @@ class GroupBase(dist.ProcessGroup):
         self._ranks = list(given.global_ranks_in_group)
         self._store = given.store  # served by rank 0 as long as it is there
         self.kept: set[GroupWork] = set()
-        self._coalesced: list[GroupWork] | None = None
+        self._coalesced: deque[GroupWork] | None = None
         self._closing = threading.Lock()
         self._closed = False
         adopt(comm, self.shutdown)
@@ -151,17 +152,18 @@ class GroupBase(dist.ProcessGroup):
         work = GroupWork(self, parts, given, seconds_of(*options) or shorter)
         if self._coalesced is not None:
             # Those that have ended are let go of: a block that raises has no end that would do it.
-            self._coalesced = [each for each in self._coalesced if not each.is_success()]
+            while self._coalesced and self._coalesced[0].is_success():
+                self._coalesced.popleft()
             self._coalesced.append(work)
         return work
 
     # Coalescing: operations run as they come, and are waited for together.
 
     def _start_coalescing(self, device: Any = None) -> None:
-        self._coalesced = []
+        self._coalesced = deque()
 
     def _end_coalescing(self, device: Any = None) -> Any:
-        works, self._coalesced = self._coalesced or [], None
+        works, self._coalesced = self._coalesced or (), None
         return GroupWork.joined(self, works)
 
     start_coalescing = _start_coalescing

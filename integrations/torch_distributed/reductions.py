@@ -79,5 +79,8 @@ def reduction_of(op: Any, tensor: torch.Tensor, what: str) -> Reduction:
         return Reduction("sum", bitwise=function, name=name)
     if kind == ReduceOp.PREMUL_SUM:
         # A number, or a tensor with one; older versions of torch tell it to a pickler alone.
-        return Reduction("sum", float(op.factor if hasattr(op, "factor") else op.__getstate__()[1]))
+        factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
+        if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+            raise UsageError(f"{what}: PREMUL_SUM takes one factor, not a tensor of {factor.numel()}")
+        return Reduction("sum", float(factor))
     return Reduction(_NATIVE[kind])

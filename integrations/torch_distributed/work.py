@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -86,10 +86,9 @@ class GroupWork(dist.Work):
             group.kept.add(self)
 
     @classmethod
-    def joined(cls, group: GroupBase, works: Sequence[GroupWork]) -> GroupWork:
-        """Several as one."""
-        parts = [Part(_WorkAsPending(work)) for work in works]
-        return cls(group, parts, [output for work in works for output in work._outputs])
+    def joined(cls, group: GroupBase, works: Iterable[GroupWork]) -> GroupWork:
+        """Several as one, whose outputs are those of the works: it has none itself."""
+        return cls(group, [Part(_WorkAsPending(work)) for work in works], [])
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Waits until the outputs are there.

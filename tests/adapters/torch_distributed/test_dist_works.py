@@ -267,7 +267,8 @@ def test_a_work_of_several_parts_tells_which_failed(comm: Communicator) -> None:
             work = GroupWork(group, [Part(Pending(error)), Part(Pending())], [], limit)
             refuses(type(error), str(error), work.wait)
             dist.all_reduce(torch.ones(2))  # the group goes on
-        work = GroupWork(group, [Part(Pending())], [], 0.01)
+        comm.barrier()
+        work = GroupWork(group, [Part(Pending())], [], 1.0)
         refuses(multiring.TimeoutError, "not complete", work.wait, timedelta(milliseconds=1))
         comm.barrier()  # or another rank's error would come first
         refuses(multiring.TimeoutError, "broken on all ranks", work.wait)

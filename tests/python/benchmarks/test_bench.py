@@ -97,7 +97,7 @@ def measured(
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, bytes]]:
     """Runs it to a good end that leaves nothing: what it prints, and its files, r.json among them."""
     with Job(bench(*words, "--json", "DIR/r.json", benchmark=benchmark)) as job:
-        done = job.ended(0, timeout=180)
+        done = job.ended(0, timeout=600)
         return done, {path.name: path.read_bytes() for path in job.directory.iterdir()}
 
 
