@@ -43,7 +43,7 @@ void InitWarning::check(double waited) {
                          "interface that others cannot reach (MULTIRING_INTERFACES)?" +
                          kHowToSilence);
   address_.warn(begin + " for " + missing_ranks(address_, missing) +
-                ", not started, failed before init, or given another store: look at their output" +
+                ", still importing, not started, failed before init, or given another store: look at their output" +
                 kHowToSilence);
 }
 
