@@ -45,8 +45,8 @@ std::string advice_on_order(const Elsewhere& elsewhere, const std::vector<int>& 
   const auto waits = [&](int rank) { return !elsewhere.waits(rank).empty(); };
   if (std::ranges::none_of(late, waits)) return "";
   return "Ranks have to use their communicators in the same order: most often one rank has fewer batches "
-         "(PyTorch: hooks.join(); JAX and Keras: see 'Uneven data' in the guide), or a call that all ranks "
-         "must make stands behind `if comm.rank == 0:`";
+         "(hooks.join(), or what 'Uneven data' says in the guide of your framework), or a call that all "
+         "ranks must make stands behind `if comm.rank == 0:`";
 }
 
 }  // namespace

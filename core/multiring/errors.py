@@ -91,15 +91,6 @@ class RankError(MultiringError, RuntimeError):
         host: The name or address of its host.
     """
 
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it: as in a script, with the traceback of the rank."""
-        from multiring.console.traceback_hook import traceback_text
-
-        frames = self.__traceback__
-        while frames is not None and "IPython" in str(frames.tb_frame.f_globals.get("__name__")):
-            frames = frames.tb_next
-        return traceback_text(self, frames).splitlines()
-
 
 class InternalError(MultiringError):
     """A defect of multiring or a failing system call."""

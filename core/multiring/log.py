@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from types import FrameType
@@ -10,6 +11,7 @@ from types import FrameType
 __all__ = ["announce", "configure_log", "is_of_program", "warn_program"]
 
 _log = logging.getLogger("multiring")
+_PYTHON = ("<", os.path.dirname(os.__file__) + os.sep)  # what its files begin with, compiled ones first
 _ANNOUNCED = "is_announced"  # attribute of records that say something, and warn of nothing
 
 
@@ -49,9 +51,11 @@ def announce(message: str) -> None:
 
 
 def is_of_program(frame: FrameType) -> bool:
-    """Whether it is a frame of the user's program: of neither multiring nor an installed package."""
+    """Whether it is a frame of the user's program: of neither multiring, nor packages, nor Python."""
     file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-    return module.partition(".")[0] != "multiring" and "-packages" not in file and not file.startswith("<")
+    return (
+        module.partition(".")[0] != "multiring" and "-packages" not in file and not file.startswith(_PYTHON)
+    )
 
 
 def warn_program(message: str) -> None:

@@ -15,10 +15,17 @@ from typing import Any
 from multiring.errors import MultiringError, RankError
 from multiring.log import is_of_program
 
-__all__ = ["install_hook", "traceback_text"]
+__all__ = ["RankTraceback", "install_hook", "traceback_text"]
 
 _PACKAGE = "multiring"
 _DIRECT_CAUSE = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+class RankTraceback(Exception):
+    """The traceback of an exception on a rank, as text. The cause of the exception in this process."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0].rstrip()}"
 
 
 def install_hook(kind: str, tell_end: Callable[[], None]) -> None:
@@ -42,11 +49,9 @@ def _tell_and_show(
     error: BaseException,
     frames: TracebackType | None,
 ) -> None:
-    try:
-        if os.getpid() == process:  # a fork of the rank is none
-            tell_end()
-    finally:
-        show(kind, error, frames)
+    if os.getpid() == process:  # a fork of the rank is none
+        tell_end()
+    show(kind, error, frames)
 
 
 def traceback_text(error: BaseException, frames: TracebackType | None, *, full: bool = False) -> str:
@@ -55,10 +60,7 @@ def traceback_text(error: BaseException, frames: TracebackType | None, *, full: 
     Unless `full`, an error of a framework that has come of one of multiring is shown as that one, and that of
     `multiring.run` with the traceback of the rank alone.
     """
-    if full:
-        shown = traceback.TracebackException(type(error), error, frames)
-    else:
-        shown = _shortened(error, frames)
+    shown = traceback.TracebackException(type(error), error, frames) if full else _shortened(error, frames)
     if meant := _suggestion(error, frames):
         shown._str += meant  # type: ignore[attr-defined]  # before notes, which `format` adds
     of_rank = "" if full else _text_of_rank(error)
@@ -70,10 +72,19 @@ def _text_of_rank(error: BaseException) -> str:
     """The traceback that `multiring.run` has got of a rank; empty: it is another error."""
     if not isinstance(error, RankError):
         return ""
-    from multiring.commands.functions.outcome import RankTraceback
-
     causes = (error.__cause__, getattr(error.__cause__, "__cause__", None))
     return next((str(cause).lstrip("\n") for cause in causes if isinstance(cause, RankTraceback)), "")
+
+
+def _lines_for_ipython(error: RankError) -> list[str]:
+    frames = error.__traceback__
+    while frames is not None and "IPython" in str(frames.tb_frame.f_globals.get("__name__")):
+        frames = frames.tb_next
+    return traceback_text(error, frames).splitlines()
+
+
+# IPython asks an error for it; here, as errors know nothing of how they are shown.
+RankError._render_traceback_ = _lines_for_ipython  # type: ignore[attr-defined]
 
 
 def _show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -151,11 +162,10 @@ def _hide(shown: traceback.TracebackException, is_hidden: Sequence[bool], whose:
 def _shorten(shown: traceback.TracebackException, error: BaseException, frames: TracebackType | None) -> None:
     """Leaves out frames of multiring where its own error says what was wrong, or Ctrl-C; else they may."""
     if isinstance(error, MultiringError | KeyboardInterrupt):
-        _hide(
-            shown,
-            [_is_ours(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(frames)],
-            _PACKAGE,
-        )
+        ours = [_is_ours(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(frames)]
+        if isinstance(error, KeyboardInterrupt) and any(ours):  # nor where in a wait of ours it came
+            ours[ours.index(True) :] = [True] * (len(ours) - ours.index(True))
+        _hide(shown, ours, _PACKAGE)
     for name in ("__cause__", "__context__"):
         part, inner = getattr(shown, name), getattr(error, name)
         if part is None or inner is None:

@@ -35,7 +35,7 @@ def tell_launcher(settings: Settings, key: str = JOINED_KEY, seconds: float = _S
     """Set a key in the launcher's store, if there is one that answers within so many seconds; `JOINED_KEY` on
     one rank, once it has joined."""
     if settings.store and settings.secret:
-        with contextlib.suppress(MultiringError):  # the job works without it
+        with contextlib.suppress(MultiringError, OSError):  # the job works without it
             url, limit = settings.store, min(settings.timeout, seconds)
             with open_store(url, settings.secret, limit, OTHER_SECRET, settings.timeout) as store:
                 store.set(key, b"")

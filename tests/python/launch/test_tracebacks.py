@@ -37,6 +37,7 @@ def test_equal_errors_are_folded_and_the_culprits_comes_last() -> None:
         ("E: <a.B object at 0x7f0011>", "E: <a.B object at 0x7fee11>", True),
         ("E: bad magic 0xdeadbeef", "E: bad magic 0xcafebabe", False),
         ("E: expected 3", "E: expected 4", False),
+        ("E: the state differs, seen on rank 0: w", "E: the state differs, seen on rank 1: w", True),
         (
             "E: loss (noticed on rank 0 on a, in barrier)",
             "E: loss (noticed on rank 1 on b, in barrier)",

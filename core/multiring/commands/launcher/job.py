@@ -215,7 +215,8 @@ class _Job:
         self._guard = guard
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
         # A lone rank without tags keeps the terminal itself, so that it looks as it does without us.
-        self._piped = options.ranks > 1 or tagged or options.output_dir is not None
+        # Not where the caller shows its error.
+        self._piped = options.ranks > 1 or tagged or bool(options.output_dir or options.caller)
         self._tagged = tagged
         self._tracebacks = Tracebacks(lambda rank: is_set(ending_key(rank)), is_full=is_full)
         self._outputs = Multiplexer(

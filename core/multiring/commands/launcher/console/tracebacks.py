@@ -39,6 +39,7 @@ _EXIT_CODES = (1, 130, -2)  # with which Python ends because of an exception, th
 # What differs between ranks that have met the same error: where it was raised, and addresses of objects.
 _OWN = re.compile(
     r" \((?:raised|noticed) on rank \d+ on .*\)$"
+    r"|, seen on rank \d+(?=:)"
     r"|(?<= at )0x[0-9a-f]+(?=>)"
     r"|(?<=PeerLostError: )(?:rank \d+ stopped all ranks: )?rank \d+ on [^,:]+(?=[,:])",
     re.MULTILINE,
