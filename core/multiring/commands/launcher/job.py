@@ -214,9 +214,10 @@ class _Job:
         self._start = start
         self._guard = guard
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
-        # A lone rank without tags keeps the terminal itself, so that it looks as it does without us.
-        # Not where the caller shows its error.
-        self._piped = options.ranks > 1 or tagged or bool(options.output_dir or options.caller)
+        # A lone rank without tags keeps the terminal itself, so that it looks as it does without us; but not
+        # where a caller shows its error.
+        is_kept = options.output_dir is not None or options.caller is not None
+        self._piped = options.ranks > 1 or tagged or is_kept
         self._tagged = tagged
         self._tracebacks = Tracebacks(lambda rank: is_set(ending_key(rank)), is_full=is_full)
         self._outputs = Multiplexer(
