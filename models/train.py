@@ -133,7 +133,7 @@ def train(options: TrainOptions, comm: Communicator, *, started: float | None = 
             driver.resume(state)
         result = driver.run()
     if comm.rank == 0:
-        print("\n" + summarise(job, result, time.perf_counter() - started, written), flush=True)
+        print(summarise(job, result, time.perf_counter() - started, written), flush=True)
     return result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from multiring.derived import resolve
 from multiring.errors import UsageError
+from multiring.log import warn_program
 from multiring.state.broadcast import broadcast_object
 from multiring.state.buffer_sync import check_mode
 from multiring.tensorflow.agreement import MetricAverage, decide_together, distributed_optimizer
@@ -133,15 +133,14 @@ def _warn_if_alone(model: Any, comm: Communicator) -> None:
     A loaded model has such a one. Not an error: a program may average weights by a callback of its own.
     """
     steps_itself = not type(model).train_step.__module__.startswith("keras.")  # with a tape, perhaps
-    if comm.size == 1 or steps_itself or model.optimizer is None:
+    if comm.size == 1 or comm.rank > 0 or steps_itself or model.optimizer is None:
         return
     if distributed_optimizer(model) is None:
-        warnings.warn(
-            f"rank {comm.rank}: gradients are not reduced over ranks, since the optimizer is a plain "
+        warn_program(
+            "gradients are not reduced over ranks, since the optimizer is a plain "
             f"{type(model.optimizer).__name__}, as that of a loaded model is: set model.optimizer = "
             "multiring.tensorflow.DistributedOptimizer(model.optimizer) before its first fit(), or "
-            "compile() it with that",
-            stacklevel=2,
+            "compile() it with that"
         )
 
 
@@ -151,13 +150,12 @@ def _warn_if_uneven(model: Any, comm: Communicator, steps: list[int | None]) -> 
     Not an error: a callback of the program may stop all ranks before.
     """
     known = {count: rank for rank, count in enumerate(steps) if count is not None}
-    if len(known) > 1 and distributed_optimizer(model) is not None:
+    if comm.rank == 0 and len(known) > 1 and distributed_optimizer(model) is not None:
         few, many = min(known), max(known)
-        warnings.warn(
-            f"rank {comm.rank}: an epoch has {few} steps on rank {known[few]} and {many} on rank "
+        warn_program(
+            f"an epoch has {few} steps on rank {known[few]} and {many} on rank "
             f"{known[many]}, which waits for the others in step {few + 1}: give all ranks equally many "
-            "batches (multiring.tensorflow.shard_dataset does), or pass steps_per_epoch to fit()",
-            stacklevel=2,
+            "batches (multiring.tensorflow.shard_dataset does), or pass steps_per_epoch to fit()"
         )
 
 

@@ -21,12 +21,12 @@ from multiring.tensorflow.variables import named_variables
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["DriftCheck"]
+__all__ = ["BROADCAST", "DriftCheck"]
 
 _NOT_TAKING_PART = -1
 _OPTIMIZER = "optimizer variable"
 _LARGEST = (1 << 63) - 1
-_BROADCAST = "broadcast_variables, or under fit() the callback BroadcastInitialState,"
+BROADCAST = "broadcast_variables (under fit(): the callback callbacks.BroadcastInitialState())"
 
 
 class DriftCheck:
@@ -122,7 +122,7 @@ class DriftCheck:
         return MismatchError(
             f"the training state at step {step} differs over ranks, seen on rank {self._comm.rank}: "
             f"{names[first]} is on {who} ({len(differing)} of {len(names)} variables differ); "
-            + advice_for(step, [names[k] for k in differing if arrays[k]], sum(arrays), _BROADCAST),
+            + advice_for(step, [names[k] for k in differing if arrays[k]], sum(arrays), BROADCAST),
             rank=self._comm.rank,
             host=self._comm.host,
             operation="model check",

@@ -40,6 +40,15 @@ __attribute__((no_sanitize("thread"))) Descriptor copy_unsynchronised(const std:
   return copy;
 }
 
+/// What to do where ranks wait for each other in different communicators; empty: they do not.
+std::string advice_on_order(const Elsewhere& elsewhere, const std::vector<int>& late) {
+  const auto waits = [&](int rank) { return !elsewhere.waits(rank).empty(); };
+  if (std::ranges::none_of(late, waits)) return "";
+  return "Ranks have to use their communicators in the same order: most often one rank has fewer batches "
+         "(hooks.join(), or what 'Uneven data' says in the guide of your framework), or a call that all "
+         "ranks must make stands behind `if comm.rank == 0:`";
+}
+
 }  // namespace
 
 void Exchange::begin(const Descriptor& descriptor) {
@@ -202,7 +211,8 @@ std::string Exchange::describe_wait(const OperationCall& call, double waited) co
   constexpr std::size_t kMaxListed = 4;
   for (std::size_t i = 0; i < std::min(absent.late.size(), kMaxListed); ++i)
     text += "; " + last_operation_text(absent.late[i], ") was last in ");
-  return text + kHowToSilence;
+  const std::string advice = advice_on_order(elsewhere_, absent.late);
+  return text + (advice.empty() ? "" : ". " + advice) + kHowToSilence;
 }
 
 void Exchange::throw_timeout(const OperationCall& call) const {
@@ -219,6 +229,8 @@ void Exchange::throw_timeout(const OperationCall& call) const {
     last.front() = 'R';
     text += last + ". ";
   }
+  const std::string advice = advice_on_order(elsewhere_, absent.late);
+  text += advice.empty() ? "" : advice + ". ";
   text += "See where it is with `py-spy dump --pid " +
           std::to_string(transport_.process_id(absent.late.front())) +
           "`; MULTIRING_TIMEOUT or the timeout argument set how long to "
@@ -299,9 +311,7 @@ std::string Exchange::last_operation_text(int rank, const std::string& status) c
   std::string text = name_of(rank) + " (process " + std::to_string(transport_.process_id(rank)) + status +
                      last_operation(rank);
   const std::string other = elsewhere_.waits(rank);
-  if (!other.empty())
-    text +=
-        ", and waits for this rank in " + other + ": ranks have to use their communicators in the same order";
+  if (!other.empty()) text += ", and waits for this rank in " + other;
   return text;
 }
 

@@ -1,6 +1,7 @@
 #include "engine/communicator.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/text.h"
@@ -71,10 +72,14 @@ void Communicator::warn_of_rings() const {
 std::string Communicator::wait_on_this_rank(int world_rank) const {
   if (closing_.load(std::memory_order_acquire)) return "";
   for (int peer = 0; peer < size(); ++peer)
-    if (transport_->world_rank(peer) == world_rank && transport_->is_ahead(peer))
+    if (transport_->world_rank(peer) == world_rank && transport_->is_ahead(peer)) {
+      if (name().ends_with(kNamesOfQueue))
+        return "the exchange of gradients or other named tensors (communicator '" +
+               name().substr(0, name().size() - std::strlen(kNamesOfQueue)) + "')";
       return (transport_->arrived(peer) > transport_->arrived(rank()) ? exchange_.last_operation(peer)
                                                                       : "an operation") +
              " of communicator '" + name() + "'";
+    }
   return "";
 }
 

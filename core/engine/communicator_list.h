@@ -8,6 +8,9 @@ namespace multiring {
 
 class Communicator;
 
+/// What follows the name of a named queue in that of the communicator by which its ranks agree on names.
+inline constexpr const char* kNamesOfQueue = "/names";
+
 /// The communicators of the process. A forked child abandons all of them (a native library's fork() does not
 /// run Python's hooks): its copies of sockets would keep peers from noticing the parent's end.
 class MULTIRING_API CommunicatorList {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "collective/kinds.h"
+#include "engine/communicator_list.h"
 #include "engine/validate.h"
 
 namespace multiring {
@@ -40,7 +41,7 @@ Operation allgather_of(std::span<const std::byte> message) {
 std::shared_ptr<NamedQueue> NamedQueue::create(Communicator& parent, const std::string& name,
                                                const CallOptions& call) {
   if (name.empty()) throw Error(ErrorKind::kUsage, "a named queue needs a name");
-  auto control = parent.duplicate(name + "/names", call, [](CommunicatorOptions& options) {
+  auto control = parent.duplicate(name + kNamesOfQueue, call, [](CommunicatorOptions& options) {
     options.stall_warning = 0;  // the queue itself warns, in terms of names
   });
   auto data = parent.duplicate(name, call, [](CommunicatorOptions& options) {

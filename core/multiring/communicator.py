@@ -154,8 +154,8 @@ class Communicator(Collectives):
                 communicator still works.
         """
         data, failure = pickled(obj)
-        lengths = self.allgather(np.array([data.size], np.int64), name=f"{name}.lengths")
-        joined = self.allgather(data, name=f"{name}.data")
+        lengths = self.allgather(np.array([data.size], np.int64), name=name)  # then the data
+        joined = self.allgather(data, name=name)
         if failure is not None:
             raise failure
         return unpickled(self, name, joined, lengths)

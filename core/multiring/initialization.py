@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from multiring import _core, config
@@ -18,7 +19,7 @@ from multiring.console.traceback_hook import install_hook
 from multiring.errors import UsageError
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect
-from multiring.rendezvous.joined import tell_launcher
+from multiring.rendezvous.joined import tell_end, tell_launcher
 from multiring.rendezvous.mpi import job as mpi_job
 from multiring.settings import Settings
 from multiring.tuning.costs import learn_costs
@@ -92,7 +93,7 @@ def init(comm: Any = None) -> Communicator:
             raise UsageError(_child_cannot(_parent))
         settings = config.load()
         configure_log(settings.log_level)
-        install_hook(settings.traceback)
+        install_hook(settings.traceback, partial(tell_end, settings))
         _generation += 1
         _joining = True
         try:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import warnings
+from types import FrameType
 
-__all__ = ["announce", "configure_log"]
+__all__ = ["announce", "configure_log", "is_of_program", "warn_program"]
 
 _log = logging.getLogger("multiring")
+_PYTHON = ("<", os.path.dirname(os.__file__) + os.sep)  # what its files begin with, compiled ones first
 _ANNOUNCED = "is_announced"  # attribute of records that say something, and warn of nothing
 
 
@@ -44,3 +48,19 @@ def announce(message: str) -> None:
             extra={_ANNOUNCED: True},
         )
         _log.handle(record)
+
+
+def is_of_program(frame: FrameType) -> bool:
+    """Whether it is a frame of the user's program: of neither multiring, nor packages, nor Python."""
+    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    return (
+        module.partition(".")[0] != "multiring" and "-packages" not in file and not file.startswith(_PYTHON)
+    )
+
+
+def warn_program(message: str) -> None:
+    """Warns of what the program does, at its own line that has led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and not is_of_program(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -89,7 +89,7 @@ def test_init(nursery: Nursery) -> None:
     outcome = nursery.run(2, stay_away, init=False, env=env)[0]
     outcome.check_raised(multiring.TimeoutError, "in init for rank 1 of 2: they have not started")
     assert "multiring: warning: rank 0 on " in (text := nursery.output())
-    assert " s in init for rank 1 of 2, not started, " in text
+    assert " s in init for rank 1 of 2, still importing, not started, " in text
 
 
 def come_when_missed(comm: Communicator) -> None:
@@ -97,6 +97,27 @@ def come_when_missed(comm: Communicator) -> None:
     if comm.rank == LATE:  # what all ranks print is in one file
         wait_until(lambda: b" has waited " in os.pread(2, 1 << 20, 0), "the warning")
     comm.allreduce(np.ones(3), name="grad")
+
+
+def run_out_of_batches(comm: Communicator) -> None:
+    queue = comm.named_queue("gradients")
+    for _ in range(1 + (comm.rank != LATE)):
+        queue.allreduce(np.ones(3), name="weight")
+    comm.allgather_object("done")
+
+
+def test_ranks_that_wait_for_each_other_are_told_what_to_do(nursery: Nursery) -> None:
+    env = {"MULTIRING_STALL_WARNING": "0.2", "MULTIRING_TIMEOUT": "0.8"}
+    for outcome in nursery.run(2, run_out_of_batches, env=env):
+        outcome.check_raised(multiring.TimeoutError, "waited 0.8 s")
+    text = nursery.output()
+    assert "in allgather 'allgather_object' int64[1]" in text
+    assert (
+        "waits for this rank in the exchange of gradients or other named tensors (communicator 'world/"
+        in text
+    )
+    assert "most often one rank has fewer batches (hooks.join(), or what 'Uneven data' says in " in text
+    assert "stands behind `if comm.rank == 0:`; set MULTIRING_STALL_WARNING" in text
 
 
 def send_when_missed(comm: Communicator) -> None:

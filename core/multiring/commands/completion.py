@@ -16,6 +16,7 @@ __all__ = ["SHELLS", "add_arguments", "main", "whole_parser"]
 SHELLS = ("bash", "zsh", "fish")
 _EXAMPLES = """\
 examples:
+  mkdir -p ~/.local/share/bash-completion/completions     # then start a new shell
   multiring completion bash > ~/.local/share/bash-completion/completions/multiring
   multiring completion zsh  > ~/.zfunc/_multiring      # with `fpath+=~/.zfunc` before compinit in .zshrc
   multiring completion fish > ~/.config/fish/completions/multiring.fish
@@ -26,21 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `multiring completion`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
-    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
+    parser.add_argument("shell", nargs="?", choices=SHELLS, help="the shell that completes")
 
 
 def main(args: argparse.Namespace) -> int:
     """Prints the script for a shell.
 
     Raises:
-        UsageError: What makes it is not installed, or does not know this shell.
+        UsageError: No shell is named; what makes it is not installed, or does not know this shell.
     """
+    if args.shell is None:
+        raise UsageError(f"name the shell: {', '.join(SHELLS[:-1])} or {SHELLS[-1]}")
     try:
         import shtab
     except ModuleNotFoundError as error:
         raise UsageError(
             "`multiring completion` needs shtab, which is not installed: run "
-            "pip install 'multiring[completion]'"
+            "pip install 'multiring[completion]', and then this command again (a file that its output was to "
+            "go to is empty)"
         ) from error
     if args.shell not in shtab.SUPPORTED_SHELLS:
         raise UsageError(f"shtab {shtab.__version__} knows no {args.shell}: run pip install --upgrade shtab")

@@ -63,8 +63,8 @@ def say_start(comm: Communicator, settings: Settings, *, by_mpi: bool) -> None:
     if comm.size == 1 and launcher == "none" and (sign := looks_distributed(os.environ)):
         _log.warning(
             "this process trains alone, although %s: it was started by no launcher that multiring knows, so "
-            "nothing is reduced over ranks. Start it by `multiring run -np 2 %s`, torchrun, mpirun or srun",
-            *(sign, _program()),
+            "nothing is reduced over ranks. Start it by `%s`, torchrun, mpirun or srun",
+            *(sign, _two_ranks()),
         )
 
 
@@ -123,14 +123,18 @@ def _launcher() -> str:
 
 def _alone(launcher: str) -> str:
     """How to call a world of one rank."""
-    advice = f" (no launcher; `multiring run -np 2 {_program()}` starts two)"
+    advice = f" (no launcher; `{_two_ranks()}` starts two)"
     return f"1 rank{advice if launcher == 'none' else ''}"
 
 
-def _program() -> str:
-    """What to write after `multiring run`."""
+def _two_ranks() -> str:
+    """The command that starts this program on two ranks."""
     script = sys.argv[0] if sys.argv else ""
-    return os.path.basename(script) if script.endswith(".py") else "train.py"
+    name = os.path.basename(script)
+    is_ours = os.path.basename(os.path.dirname(script) if name == "__main__.py" else script) == "multiring"
+    if is_ours and sys.argv[1:2] == ["train"]:
+        return "multiring train -np 2"
+    return f"multiring run -np 2 {name if name.endswith('.py') else 'train.py'}"
 
 
 def _transport(comm: Communicator, by_mpi: bool) -> str:

@@ -7,34 +7,84 @@ import difflib
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-from multiring.errors import MultiringError
+from multiring.errors import MultiringError, RankError
+from multiring.log import is_of_program
 
-__all__ = ["install_hook", "traceback_text"]
+__all__ = ["RankTraceback", "install_hook", "traceback_text"]
 
 _PACKAGE = "multiring"
+_DIRECT_CAUSE = "\n\nThe above exception was the direct cause of the following exception:\n\n"
 
 
-def install_hook(kind: str) -> None:
+class RankTraceback(Exception):
+    """The traceback of an exception on a rank, as text. The cause of the exception in this process."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0].rstrip()}"
+
+
+def install_hook(kind: str, tell_end: Callable[[], None]) -> None:
     """Shows uncaught exceptions like this from now on, where the program has not set `sys.excepthook`.
 
     Args:
-        kind: "short", or "full": as Python does, which stays.
+        kind: "short", or "full": as Python does.
+        tell_end: Called before one is shown.
     """
-    if kind == "short" and sys.excepthook is sys.__excepthook__ and not _is_own_program():
-        sys.excepthook = _show
+    own = getattr(sys.excepthook, "func", None) is _tell_and_show
+    if own or sys.excepthook is sys.__excepthook__:
+        show = _show if kind == "short" and not _is_own_program() else sys.__excepthook__
+        sys.excepthook = partial(_tell_and_show, tell_end, os.getpid(), show)
+
+
+def _tell_and_show(
+    tell_end: Callable[[], None],
+    process: int,
+    show: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    frames: TracebackType | None,
+) -> None:
+    if os.getpid() == process:  # a fork of the rank is none
+        tell_end()
+    show(kind, error, frames)
 
 
 def traceback_text(error: BaseException, frames: TracebackType | None, *, full: bool = False) -> str:
-    """An exception with its traceback, as Python shows it, but for frames of multiring unless `full`."""
-    shown = traceback.TracebackException(type(error), error, frames)
-    if not full:
-        _shorten(shown, error, frames)
+    """An exception with its traceback, as Python shows it, but for frames of multiring unless `full`.
+
+    Unless `full`, an error of a framework that has come of one of multiring is shown as that one, and that of
+    `multiring.run` with the traceback of the rank alone.
+    """
+    shown = traceback.TracebackException(type(error), error, frames) if full else _shortened(error, frames)
     if meant := _suggestion(error, frames):
         shown._str += meant  # type: ignore[attr-defined]  # before notes, which `format` adds
-    return "".join(shown.format()).rstrip("\n") + "\n"
+    of_rank = "" if full else _text_of_rank(error)
+    before = f"{of_rank.rstrip()}{_DIRECT_CAUSE}" if of_rank else ""
+    return before + "".join(shown.format(chain=not before)).rstrip("\n") + "\n"
+
+
+def _text_of_rank(error: BaseException) -> str:
+    """The traceback that `multiring.run` has got of a rank; empty: it is another error."""
+    if not isinstance(error, RankError):
+        return ""
+    causes = (error.__cause__, getattr(error.__cause__, "__cause__", None))
+    return next((str(cause).lstrip("\n") for cause in causes if isinstance(cause, RankTraceback)), "")
+
+
+def _lines_for_ipython(error: RankError) -> list[str]:
+    frames = error.__traceback__
+    while frames is not None and "IPython" in str(frames.tb_frame.f_globals.get("__name__")):
+        frames = frames.tb_next
+    return traceback_text(error, frames).splitlines()
+
+
+# IPython asks an error for it; here, as errors know nothing of how they are shown.
+RankError._render_traceback_ = _lines_for_ipython  # type: ignore[attr-defined]
 
 
 def _show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -68,25 +118,63 @@ class _Stack(traceback.StackSummary):
     """Frames that are shown, and how many are not."""
 
     hidden = 0
+    whose = _PACKAGE
 
     def format(self, **how: Any) -> list[str]:
         frames = "1 frame" if self.hidden == 1 else f"{self.hidden} frames"
         return [
             *super().format(**how),
-            f"  ({frames} of multiring not shown; MULTIRING_TRACEBACK=full shows all)\n",
+            f"  ({frames} of {self.whose} not shown; MULTIRING_TRACEBACK=full shows all)\n",
         ]
 
 
-def _shorten(shown: traceback.TracebackException, error: BaseException, frames: TracebackType | None) -> None:
-    """Leaves out frames of multiring where its own error says what was wrong; else they may."""
-    ours = [_is_ours(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(frames)]
-    if isinstance(error, MultiringError) and any(ours) and not all(ours) and len(ours) == len(shown.stack):
-        stack = _Stack(each for each, own in zip(shown.stack, ours, strict=True) if not own)
-        stack.hidden = sum(ours)
+def _shortened(error: BaseException, frames: TracebackType | None) -> traceback.TracebackException:
+    """An exception as it is shown, without frames that tell nothing."""
+    own = _carried(error)
+    if own is None:
+        shown = traceback.TracebackException(type(error), error, frames)
+        _shorten(shown, error, frames)
+        return shown
+    shown = traceback.TracebackException(type(own), own, frames)
+    is_hidden = [not is_of_program(frame) for frame, _ in traceback.walk_tb(frames)]
+    _hide(shown, is_hidden, f"{_PACKAGE} and of installed packages")
+    shown.__cause__ = shown.__context__ = None
+    return shown
+
+
+def _carried(error: BaseException) -> MultiringError | None:
+    """The error of multiring that a framework's error tells of."""
+    text = "" if isinstance(error, MultiringError) else str(error)
+    if "multiring error " not in text:
+        return None
+    from multiring.error_text import find_error
+
+    return find_error(text)
+
+
+def _hide(shown: traceback.TracebackException, is_hidden: Sequence[bool], whose: str) -> None:
+    if any(is_hidden) and not all(is_hidden) and len(is_hidden) == len(shown.stack):
+        stack = _Stack(each for each, hidden in zip(shown.stack, is_hidden, strict=True) if not hidden)
+        stack.hidden, stack.whose = sum(is_hidden), whose
         shown.stack = stack
-    for part, cause in ((shown.__cause__, error.__cause__), (shown.__context__, error.__context__)):
-        if part is not None and cause is not None:
-            _shorten(part, cause, cause.__traceback__)
+
+
+def _shorten(shown: traceback.TracebackException, error: BaseException, frames: TracebackType | None) -> None:
+    """Leaves out frames of multiring where its own error says what was wrong, or Ctrl-C; else they may."""
+    if isinstance(error, MultiringError | KeyboardInterrupt):
+        ours = [_is_ours(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(frames)]
+        if isinstance(error, KeyboardInterrupt) and any(ours):  # nor where in a wait of ours it came
+            ours[ours.index(True) :] = [True] * (len(ours) - ours.index(True))
+        _hide(shown, ours, _PACKAGE)
+    for name in ("__cause__", "__context__"):
+        part, inner = getattr(shown, name), getattr(error, name)
+        if part is None or inner is None:
+            continue
+        if _carried(inner) is None:
+            _shorten(part, inner, inner.__traceback__)
+        else:  # which a MultiringError that was made of it says by itself
+            is_same = isinstance(error, MultiringError)
+            setattr(shown, name, None if is_same else _shortened(inner, inner.__traceback__))
     if isinstance(error, BaseExceptionGroup):
         for each, inner in zip(shown.exceptions or (), error.exceptions, strict=False):
             _shorten(each, inner, inner.__traceback__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.arrays import checksum
+from multiring.log import warn_program
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
@@ -58,7 +58,7 @@ class SameDataCheck:
             return
         everyone = work.wait()
         if self._comm.rank == 0 and self._digest and (everyone == everyone[0]).all():
-            warnings.warn(_text(self._comm.size), stacklevel=2)
+            warn_program(_text(self._comm.size))
 
 
 def _text(size: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from multiring import _core
 from multiring.errors import MultiringError, UsageError
+from multiring.log import is_of_program
 from multiring.rendezvous import launch_environment, offered_store
 from multiring.rendezvous.children import check_not_taken, forget_placement, note_placement
 from multiring.rendezvous.joined import HOSTS_KEY
@@ -144,11 +145,10 @@ def _calling_line() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     called = ""
     while frame is not None:
-        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] == "multiring":
+        if is_of_program(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}{called}"
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == "multiring":
             called = f", in {frame.f_code.co_name}"
-        elif "-packages" not in file and not file.startswith("<"):
-            return f"{file}:{frame.f_lineno}{called}"
         frame = frame.f_back
     return ""
 

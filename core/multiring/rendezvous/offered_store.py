@@ -258,7 +258,8 @@ def signed_in(
     if late and first < deadline:
         _log.warning(
             f"rank 0 of {len(entries) + 1} has waited {time.monotonic() - began:.1f} s in {at} for "
-            f"{ranks_text(late)}: not started, failed before, or told another store or secret{HOW_TO_SILENCE}"
+            f"{ranks_text(late)}: still importing, not started, failed before, or told another store or "
+            f"secret{HOW_TO_SILENCE}"
         )
     return [number or read(entry, deadline) for entry, number in zip(entries, present, strict=True)]
 

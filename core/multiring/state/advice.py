@@ -14,7 +14,9 @@ _MORE = (
 )
 
 
-def advice_for(step: int, arrays: Sequence[str], compared: int, call: str = BROADCAST) -> str:
+def advice_for(
+    step: int, arrays: Sequence[str], compared: int, call: str = BROADCAST, *, has_numbers: bool = True
+) -> str:
     """What to do about these differences.
 
     Args:
@@ -23,6 +25,7 @@ def advice_for(step: int, arrays: Sequence[str], compared: int, call: str = BROA
         arrays: Names of the arrays that differ. If there are none, numbers do: hyperparameters.
         compared: How many arrays were compared.
         call: What broadcasts the state.
+        has_numbers: Whether hyperparameters were compared as well, and are the same.
     """
     if not arrays:
         todo = (
@@ -34,13 +37,16 @@ def advice_for(step: int, arrays: Sequence[str], compared: int, call: str = BROA
             "something has written to it on some rank alone after the last reduction; buffers='local' leaves "
             "each rank its own"
         )
+    elif step == 2:
+        # Arrays that begin as zeros are equal without it, so that few may differ.
+        todo = f"most likely {call} was not called, on every rank, before the first step"
+        if not has_numbers:
+            todo += ", or the optimizers differ (learning rate, momentum: DistributedOptimizer compares them)"
     elif 2 * len(arrays) <= compared:
         todo = (
             f"{len(arrays)} of {compared} arrays differ, so something has changed them on some rank alone: "
             "change parameters in the same way on every rank"
         )
-    elif step == 2:
-        todo = f"most likely {call} was not called, on every rank, before the first step"
     else:
         todo = (
             f"broadcast parameters and optimizer state ({call}) before the first step, use the same "

@@ -65,7 +65,14 @@ class StateCheck:
     something has changed them on one rank alone, gradients are averages over different models from then on.
     """
 
-    def __init__(self, comm: Communicator, every: int | None = None, what: str = "training state") -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        every: int | None = None,
+        what: str = "training state",
+        *,
+        call: str = BROADCAST,
+    ) -> None:
         """Agree with the other ranks about when to compare.
 
         Args:
@@ -73,12 +80,13 @@ class StateCheck:
                 another rank.
             every: Steps between two comparisons; 0: never; None: as MULTIRING_CHECK_EVERY says.
             what: What is compared, for the message.
+            call: What broadcasts the state.
 
         Raises:
             UsageError: `every` is negative.
             MismatchError: The ranks pass different values.
         """
-        self._comm, self._what = comm, what
+        self._comm, self._what, self._call = comm, what, call
         self._every = check_interval(comm.rank, every)
         advice = "pass the same check_every, and set the same MULTIRING_CHECK_EVERY, on every rank"
         check_same(comm, [("check_every", str(self._every))], "interval of the state check", advice=advice)
@@ -139,7 +147,7 @@ class StateCheck:
 
         def finish() -> None:
             if len({row.tobytes() for row in work.wait() if row.any()}) > 1:
-                check_same(self._comm, described, what, advice=_adviser(step, BROADCAST))
+                check_same(self._comm, described, what, advice=_adviser(step, self._call))
 
         return finish
 
@@ -180,7 +188,8 @@ class Description(str):
 def _adviser(step: int, call: str) -> Callable[[Sequence[Entry], Sequence[Entry]], str]:
     def advise(differing: Sequence[Entry], compared: Sequence[Entry]) -> str:
         arrays = [name for name, text in differing if _CHECKSUM in text]
-        return advice_for(step, arrays, sum(_CHECKSUM in text for _, text in compared), call)
+        count = sum(_CHECKSUM in text for _, text in compared)
+        return advice_for(step, arrays, count, call, has_numbers=count < len(compared))
 
     return advise
 

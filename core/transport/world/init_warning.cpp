@@ -42,9 +42,10 @@ void InitWarning::check(double waited) {
                          " ranks have come and are still connecting: is a firewall between them, or an "
                          "interface that others cannot reach (MULTIRING_INTERFACES)?" +
                          kHowToSilence);
-  address_.warn(begin + " for " + missing_ranks(address_, missing) +
-                ", not started, failed before init, or given another store: look at their output" +
-                kHowToSilence);
+  address_.warn(
+      begin + " for " + missing_ranks(address_, missing) +
+      ", still importing, not started, failed before init, or given another store: look at their output" +
+      kHowToSilence);
 }
 
 bool InitWarning::has_come(int rank, const WaitOptions& waiting) const {

@@ -312,8 +312,8 @@ def test_a_plain_optimizer_under_fit_is_told(comm: Communicator) -> None:
     for one in (model, other):
         one.compile(keras.optimizers.Adam(), loss_of(keras))
     assert warnings_of(other) == []
-    (told,) = warnings_of(model)
-    assert "the optimizer is a plain Adam" in told
+    told = warnings_of(model)
+    assert ["the optimizer is a plain Adam" in text for text in told] == [True] * (comm.rank == 0)
     model.compile(mt.DistributedOptimizer(model.optimizer, comm), loss_of(keras))  # or it is not traced again
     assert warnings_of(model) == []
 

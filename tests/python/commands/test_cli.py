@@ -18,6 +18,7 @@ from multiring import cli
 from multiring.commands.argument_types import array_sizes, number_of, wall_seconds
 from multiring.commands.completion import SHELLS, whole_parser
 from multiring.commands.frameworks import FRAMEWORKS
+from multiring.commands.launcher import options
 from multiring.commands.table import COMMANDS
 from multiring.errors import InternalError, UsageError
 from tests.support import refused, run_multiring, run_python
@@ -126,6 +127,18 @@ def test_a_command_that_cannot_be_loaded_has_no_options(
     assert all(name in text for name in COMMANDS)
     assert capsys.readouterr().err == "multiring completion: plan has no options: broken\n"
     assert not recwarn.list
+
+
+def test_completion_needs_a_shell() -> None:
+    assert refused("completion").splitlines()[-1].endswith("name the shell: bash, zsh or fish")
+
+
+def test_contradicting_numbers_of_ranks_are_refused() -> None:
+    told = refused("run", "-n", "2", "-np", "3", "train.py")
+    assert "-np 3 contradicts 2, which was given before" in told
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    assert parser.parse_args(["-n", "2", "-np", "2", "train.py"]).ranks == 2
 
 
 @pytest.mark.parametrize("shell", SHELLS)

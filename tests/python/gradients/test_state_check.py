@@ -10,6 +10,7 @@ import pytest
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.metrics import batch_weight
+from multiring.state.advice import advice_for
 from multiring.state.buffer_sync import sync_arrays
 from multiring.state.check import StateCheck, _describe
 from tests.on_ranks import on_ranks
@@ -49,6 +50,14 @@ def test_a_forgotten_broadcast_is_told(comm: Communicator) -> None:
             check.compare([("weight", np.full(2, comm.rank))])
         said = "most likely broadcast_parameters was not called, on every rank, before the first step"
         assert (said in str(caught.value)) == (step == 2), (step, caught.value)
+
+
+def test_the_first_comparison_names_the_broadcast_where_few_arrays_differ() -> None:
+    few = advice_for(2, ["weight"], 5, "callbacks.BroadcastInitialState()")
+    assert few.startswith("most likely callbacks.BroadcastInitialState() was not called")
+    assert "DistributedOptimizer" not in few
+    assert "the optimizers differ (learning rate" in advice_for(2, ["weight"], 1, has_numbers=False)
+    assert "1 of 5 arrays differ" in advice_for(4, ["weight"], 5)
 
 
 @on_ranks(3)

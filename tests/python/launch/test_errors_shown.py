@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import signal
+
 import pytest
 
+from multiring import errors
+from multiring.console.traceback_hook import traceback_text
+from multiring.error_text import text_of
 from tests.support import run_job, run_python, start_job
 
 QUIET = {"MULTIRING_QUIET": "1"}
@@ -60,6 +66,102 @@ comm.barrier()
     assert "multiring: rank 1: had ended with exit code 0" in left
     assert "lost rank 1" in left[-1]
     assert left[-1].startswith("[0] multiring.errors.PeerLostError")
+
+
+SLOW_EXIT = """
+import atexit, time, multiring
+{}comm = multiring.init()
+atexit.register(time.sleep, 1.5)
+if comm.rank == 1:
+    undefined
+comm.barrier()
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_takes_long_to_exit_shows_its_error_once() -> None:
+    shown = run_job(2, SLOW_EXIT.format(""), env=QUIET, code=1).stderr
+    assert shown.count("Traceback") == 1
+    assert "last lines" not in shown
+    assert "what rank 0 raised because of it is left out" in shown
+    assert shown.endswith("\n[1] NameError: name 'undefined' is not defined\n")
+    # One that cannot tell has its traceback where it was written.
+    hook = "import sys; sys.excepthook = lambda *error: sys.__excepthook__(*error)\n"
+    shown = run_job(2, SLOW_EXIT.format(hook), env=QUIET, code=1).stderr
+    assert shown.count("NameError") == 1 + shown.count("AbortedError: rank 0 ")
+    assert "last lines" not in shown
+
+
+INTERRUPTED = """
+import os, pathlib, sys, time, multiring
+comm = multiring.init()
+(pathlib.Path(os.environ["TEST_DIRECTORY"]) / f"ready-{comm.rank}").touch()
+try:
+    if comm.rank == 0:
+        time.sleep(600)
+    comm.barrier()
+except KeyboardInterrupt:
+    print("saved by", comm.rank, file=sys.stderr)
+    if sys.argv[1:] and comm.rank == 1:
+        raise ValueError("the disk is full")
+    raise
+"""
+
+
+@pytest.mark.parametrize(("kind", "words"), [("short", ()), ("short", ("fail",)), ("full", ())])
+def test_after_ctrl_c_one_line_suffices(kind: str, words: tuple[str, ...]) -> None:
+    with start_job(2, INTERRUPTED, *words, env=QUIET | {"MULTIRING_TRACEBACK": kind}) as job:
+        for rank in range(2):
+            job.wait_for_file(f"ready-{rank}")
+        job.process.send_signal(signal.SIGINT)
+        shown = job.ended(130).stderr.splitlines()
+    assert re.fullmatch(r"multiring: SIGINT received after .* s; all ranks have ended", shown[-1])
+    if kind == "full":
+        assert sum("KeyboardInterrupt" in line for line in shown) >= 2
+    elif words:
+        assert shown[-2] == "[1] ValueError: the disk is full"
+    else:
+        assert set(shown[:-1]) <= {"[0] saved by 0", "[1] saved by 1"}
+
+
+def test_an_error_that_came_through_a_framework_is_shown_as_it_was() -> None:
+    lost = errors.PeerLostError("rank 0 on a, lost rank 1")
+    text = f"Graph execution error:\n\nDetected at node x\n{text_of(lost)}\n\t [[{{{{node x}}}}]]"
+    for is_known in (False, True):
+        try:
+            try:
+                raise RuntimeError(text)
+            except RuntimeError as error:
+                if is_known:
+                    raise lost from error
+                raise
+        except Exception as error:
+            shown = traceback_text(error, error.__traceback__)
+        assert shown.count("Traceback") == 1
+        assert shown.endswith("\nmultiring.errors.PeerLostError: rank 0 on a, lost rank 1\n")
+        assert "Detected" not in shown
+
+
+LAUNCH = """
+import multiring
+def fail():
+    comm = multiring.init()
+    if comm.rank == 1:
+        undefined
+    comm.barrier()
+multiring.launch(fail)
+"""
+
+
+def test_an_error_of_launch_has_one_cause() -> None:
+    pytest.importorskip("cloudpickle")
+    shown = run_python(LAUNCH, QUIET).stderr
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert shown.count("Traceback") == 2
+    assert shown.count("direct cause") == 1
+    assert shown.count("NameError: name 'undefined' is not defined") == 2, "of the rank, and in the RankError"
+    assert "caller.py" not in shown
+    assert shown.splitlines()[-1].startswith("multiring.errors.RankError: rank 1 (process ")
 
 
 def test_a_script_that_does_not_compile_is_told_once() -> None:

@@ -280,6 +280,11 @@ def report(culprit: RankEnd, *others: RankEnd, oom_kills: int = 0) -> str:
     return "\n".join(lines)
 
 
+def test_last_lines_begin_at_the_last_traceback() -> None:
+    lines = ["a framework is loaded", "Traceback (most recent call last):", "KeyError: 1", "and a farewell"]
+    assert report(end(0, 3, *lines)).splitlines()[2:] == [f"  | {line}" for line in lines[1:]]
+
+
 def test_the_report_says_who_how_and_shows_the_last_words() -> None:
     others = end(0, 1, LOST), end(2, 0), end(3, -15, by_launcher=True), end(4, None, by_launcher=True)
     text = report(end(1, 3, *OWN), *others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 import pytest
 
@@ -106,3 +107,19 @@ def test_what_looks_distributed() -> None:
     assert start_line.looks_distributed({"SLURM_NTASKS": "8"}) == "SLURM_NTASKS is 8"
     assert start_line.looks_distributed({"MASTER_ADDR": "node0"}) == "MASTER_ADDR is set"
     assert start_line.looks_distributed({"WORLD_SIZE": "1", "PMI_SIZE": "x"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["/a/bin/multiring", "train", "--epochs", "2"], "multiring train -np 2"),
+        (["/a/multiring/__main__.py", "train"], "multiring train -np 2"),
+        (["/a/fit.py", "train"], "multiring run -np 2 fit.py"),
+        (["/a/bin/multiring", "tune"], "multiring run -np 2 train.py"),
+    ],
+)
+def test_the_command_that_starts_two_ranks(
+    words: list[str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", words)
+    assert start_line._two_ranks() == command

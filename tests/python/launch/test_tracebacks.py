@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,7 @@ def test_equal_errors_are_folded_and_the_culprits_comes_last() -> None:
         ("E: <a.B object at 0x7f0011>", "E: <a.B object at 0x7fee11>", True),
         ("E: bad magic 0xdeadbeef", "E: bad magic 0xcafebabe", False),
         ("E: expected 3", "E: expected 4", False),
+        ("E: the state differs, seen on rank 0: w", "E: the state differs, seen on rank 1: w", True),
         (
             "E: loss (noticed on rank 0 on a, in barrier)",
             "E: loss (noticed on rank 1 on b, in barrier)",
@@ -141,6 +144,49 @@ def test_what_does_not_end_its_rank_is_not_held() -> None:
     assert rest
 
 
+def test_a_traceback_is_held_until_its_rank_has_exited_where_that_has_said_so() -> None:
+    held = Tracebacks(lambda rank: rank == 1)
+    lines = whole(TEXT + "\n")
+    for rank in (0, 1):
+        assert not any(held.take(rank, line) for line in lines)
+    with later(2.0):
+        assert list(held.give_back()) == [(0, lines)]
+    assert held.has_shown(0)
+    assert not held.has_shown(1)
+    for line in (b"warning at the exit\n", b"Exception ignored in: <function f>\n", *lines):
+        assert held.take(1, line) == [line], "comes before it"
+    assert held.texts() == {1: TEXT}
+    assert [shown for line in whole(CHAIN) for shown in held.take(1, line)] == lines, "the last ends it"
+    with later(30.0):
+        assert list(held.give_back()) == [(1, whole(CHAIN))]
+
+
+INTERRUPTED = TEXT.replace("ValueError: bad\n  worse", "KeyboardInterrupt\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_left_out"),
+    [
+        (INTERRUPTED, True),
+        (INTERRUPTED + CAUSE + TEXT + "\n", False),
+        (CHAIN.replace("ValueError: bad", "multiring.errors.AbortedError: rank 1 aborted"), True),
+        (
+            CHAIN.replace("ValueError: bad", "RuntimeError: AbortedError REPLACED BY KeyboardInterrupt: "),
+            True,
+        ),
+        ("Exception ignored in atexit callback: <function f>\n" + INTERRUPTED, True),
+        ("Exception ignored in atexit callback: <function f>\n" + CHAIN, False),
+    ],
+)
+def test_what_ctrl_c_leads_to_is_left_out(text: str, is_left_out: bool) -> None:
+    held = Tracebacks()
+    held.without_interrupts = True
+    shown = [line for each in (*whole(text), b"saved\n") for line in held.take(0, each)]
+    assert shown == [*([] if is_left_out else whole(text)), b"saved\n"]
+    assert not any(held.take(1, line) for line in whole(text))
+    assert bool(held.texts()) is not is_left_out
+
+
 def test_a_bar_before_a_traceback_is_shown_as_it_was() -> None:
     first, *rest = whole(CHAIN)
     held = Tracebacks()
@@ -159,6 +205,15 @@ def test_bytes_of_an_error_are_kept() -> None:
     shown = tagged_lines(fold(held.texts()), coloured=False, tagged=False)
     assert [encoded(line) + b"\n" for line in shown] == lines
     assert encoded("\ud800") == b"?"
+
+
+@contextlib.contextmanager
+def later(seconds: float) -> Iterator[None]:
+    """As if it were so much later."""
+    now = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now + seconds)
+        yield
 
 
 class Screen:
@@ -200,7 +255,7 @@ class Screen:
         return self.path.read_text()
 
 
-def test_lines_of_a_rank_are_shown_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_a_rank_are_shown_in_their_order(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     shown = []
     for step in range(3):
@@ -209,9 +264,8 @@ def test_lines_of_a_rank_are_shown_in_their_order(tmp_path: Path, monkeypatch: p
         shown += [*CHAIN.splitlines(), f"step {step}"]
     screen.write("stderr", CHAIN)
     assert screen.tracebacks.holds(0)
-    before = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: before() + 1.0)
-    screen.outputs.before_wait()  # the rank has gone on for a second
+    with later(1.0):
+        screen.outputs.before_wait()  # the rank has gone on for a second
     assert not screen.tracebacks.holds(0)
     screen.write("stderr", "bar" + CHAIN)
     screen.outputs.rank_ended(0, 1, was_told=False)

@@ -96,6 +96,7 @@ def _run(order: Order, caller: socket.socket) -> JobReport:
             end.errors, end.note = (), ""
         elif end.errors and end.errors[-1][1].strip() == outcome.traceback.strip():
             end.errors = end.errors[:-1]  # the caller raises it
+            end.note = end.note if end.errors else ""
     write(end.error_lines())
     if end.failed is None:
         return JobReport(end.code, tuple(lines))

@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiring.commands.functions import memory, pickling
+from multiring.console.traceback_hook import RankTraceback
 
 __all__ = ["JobReport", "Raised", "RankTraceback", "Returned", "raised"]
-
-
-class RankTraceback(Exception):
-    """The traceback of an exception on a rank, as text. The cause of the exception in this process."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0].rstrip()}"
 
 
 @dataclass(frozen=True)

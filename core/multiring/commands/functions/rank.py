@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from multiring import config
 from multiring.commands.functions import memory, pickling
 from multiring.commands.functions.outcome import Raised, Returned
 from multiring.console.traceback_hook import traceback_text
+from multiring.rendezvous.joined import tell_end
 
 __all__ = ["main"]
 
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     except BaseException as error:
         text = _trimmed(error)
         memory.write(result_file, Raised.of(error, text))
+        tell_end(config.load())
         sys.excepthook = _writer(text)
         raise
 

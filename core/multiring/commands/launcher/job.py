@@ -40,7 +40,7 @@ from multiring.commands.launcher.rank_starter import (
 from multiring.commands.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.commands.launcher.supervisor import ArrivedSignals, Outcome, Supervisor, passed_on_signals
 from multiring.errors import MultiringError
-from multiring.rendezvous.joined import EXPLAINED_KEY, HOSTS_KEY, JOINED_KEY
+from multiring.rendezvous.joined import EXPLAINED_KEY, HOSTS_KEY, JOINED_KEY, ending_key
 from multiring.store import FileStore, TcpStoreServer, address_to_listen_on
 
 __all__ = [
@@ -211,14 +211,15 @@ class _Job:
     ) -> None:
         self._options = options
         self._is_set, self._joined, self._explained = is_set, False, False
-        self._is_full = is_full
         self._start = start
         self._guard = guard
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
-        # A lone rank without tags keeps the terminal itself, so that it looks as it does without us.
-        self._piped = options.ranks > 1 or tagged or options.output_dir is not None
+        # A lone rank without tags keeps the terminal itself, so that it looks as it does without us; but not
+        # where a caller shows its error.
+        is_kept = options.output_dir is not None or options.caller is not None
+        self._piped = options.ranks > 1 or tagged or is_kept
         self._tagged = tagged
-        self._tracebacks = Tracebacks()
+        self._tracebacks = Tracebacks(lambda rank: is_set(ending_key(rank)), is_full=is_full)
         self._outputs = Multiplexer(
             selector,
             tagged=tagged,
@@ -284,18 +285,26 @@ class _Job:
         self._guard.finish()
 
     def _is_consequence(self, rank: RankProcess) -> bool:
-        return RankEnd(rank.rank, rank.pid, rank.code, False, self._outputs.tail(rank.rank)).is_secondary
+        return RankEnd(rank.rank, rank.pid, rank.code, False, self._last_words(rank.rank)).is_secondary
+
+    def _last_words(self, rank: int) -> list[str]:
+        return self._tracebacks.held_lines(rank) or self._outputs.tail(rank)
 
     def _end_of(self, rank: RankProcess) -> RankEnd:
         by_launcher = rank in self._supervisor.ended_by_us
-        tail, host = self._outputs.tail(rank.rank), self._options.slot(rank.rank).host
-        is_shown = self._tracebacks.holds(rank.rank)
+        tail, host = self._last_words(rank.rank), self._options.slot(rank.rank).host
+        is_shown = self._tracebacks.holds(rank.rank) or self._tracebacks.has_shown(rank.rank)
         return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, tail, host, is_shown=is_shown)
 
     def _add_errors(self, end: JobEnd, ends: dict[int, RankEnd]) -> None:
         """Adds the exceptions with which ranks have ended, without those that came of one that is shown."""
         texts, culprit = self._tracebacks.texts(), end.failed
-        if culprit is not None and culprit.is_shown and not culprit.is_secondary and not self._is_full:
+        if (
+            culprit is not None
+            and culprit.is_shown
+            and not culprit.is_secondary
+            and not self._tracebacks.is_full
+        ):
             left_out = [rank for rank in texts if ends[rank].is_secondary]
             texts = {rank: text for rank, text in texts.items() if rank not in left_out}
             if left_out:

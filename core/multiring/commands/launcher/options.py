@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from multiring.commands.argument_types import number_of, wall_seconds
 from multiring.commands.launcher.engine_job import run_by_engine
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-np",
         "-n",
         dest="ranks",
+        action=_Once,
         type=number_of("ranks"),
         metavar="N",
         help="number of ranks to start (with -H, --hostfile or several hosts of Slurm's: default all slots)",
@@ -262,6 +264,16 @@ def split_ssh(command: str) -> list[str]:
     if not words:
         raise UsageError("--ssh needs a command, such as 'ssh -p 2222'")
     return words
+
+
+class _Once(argparse.Action):
+    """An option that is given once, or each time with the same value."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        given = getattr(namespace, self.dest)
+        if given not in (None, value):
+            parser.error(f"{option} {value} contradicts {given}, which was given before")
+        setattr(namespace, self.dest, value)
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -27,6 +27,7 @@ _HINTS: dict[int, str] = {
 # failed: itself, or within the message of a framework's error.
 _EXCEPTION = re.compile(r"(?<!\w)(\w*(?:Error|Exception|Interrupt|Exit))(?=:|$)")
 _SECONDARY = re.compile(r"(?<!\w)(?:PeerLostError|AbortedError)(?=:|$)")
+_TRACEBACK = "Traceback (most recent call last):"
 # What Python writes between an exception and the one that was raised because of it.
 _CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 
@@ -135,7 +136,8 @@ def failure_report(
         lines.append(f"  perhaps ssh itself: does `ssh -o BatchMode=yes {culprit.host} true` work?")
     if culprit.stderr and not culprit.is_shown:
         lines.append(f"last lines of rank {culprit.rank}'s stderr:")
-        lines += [f"  | {line}" for line in culprit.stderr]
+        begins = [number for number, line in enumerate(culprit.stderr) if _TRACEBACK in line]
+        lines += [f"  | {line}" for line in culprit.stderr[begins[-1] if begins else 0 :]]
     lines += _others(culprit, others)
     return lines
 

@@ -28,6 +28,7 @@ _JUDGE_SECONDS = 0.2
 # As long as all have failed because they lost another, that other one may be about to: what it does at its
 # exit can take long, and it left the communicator before.
 _CAUSE_SECONDS = 3.0
+_EXIT_SECONDS = 15.0  # for one that has said that an uncaught exception ends it
 _END_SECONDS = 3.0  # from SIGTERM to SIGKILL when a rank has failed
 _INTERRUPT_SECONDS = 5.0  # from a signal that was passed on to SIGKILL
 _STUCK_SECONDS = 5.0  # from SIGKILL to giving up on a process that the kernel does not let die
@@ -129,7 +130,7 @@ class Supervisor:
         self._signals = signals
         self._end_leftovers = end_leftovers
         self._is_consequence = is_consequence
-        self._cause_until: float | None = None
+        self._cause_since: float | None = None
         self._ending = False
         self._draining = False
         self._over = False
@@ -194,7 +195,7 @@ class Supervisor:
                 self.ended_by_us.append(rank)
             elif rank.code != 0:
                 self.failures.append(rank)
-                if len(self.failures) == 1 or self._cause_until is not None:
+                if len(self.failures) == 1 or self._cause_since is not None:
                     self.after(_JUDGE_SECONDS, "judge", self._judge)
         if not self._draining and not any(rank.is_running for rank in self._ranks):
             if self.failures:
@@ -202,12 +203,14 @@ class Supervisor:
             self._drain()
 
     def _judge(self) -> None:
-        if any(rank.is_running for rank in self._ranks):
+        if running := [rank for rank in self._ranks if rank.is_running]:
             if all(map(self._is_consequence, self.failures)):
                 now = time.monotonic()
-                self._cause_until = self._cause_until or now + _CAUSE_SECONDS
-                if now < self._cause_until:
-                    self.after(self._cause_until - now, "judge", self._judge)
+                self._cause_since = self._cause_since or now
+                is_ending = any(self._outputs.is_ending(rank.rank) for rank in running)
+                until = self._cause_since + (_EXIT_SECONDS if is_ending else _CAUSE_SECONDS)
+                if now < until:
+                    self.after(until - now, "judge", self._judge)
                     return
             self.end(Outcome.FAILED)
         elif not self._ending:
@@ -266,6 +269,8 @@ class Supervisor:
             self._ending = True
             self.outcome = Outcome.INTERRUPTED
             self.signal = number
+            if number == signal.SIGINT:
+                self._outputs.leave_out_interrupts()
             self._tell(number)
             self.after(_INTERRUPT_SECONDS, "kill", self._kill)
 

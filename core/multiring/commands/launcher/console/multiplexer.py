@@ -160,6 +160,15 @@ class Multiplexer:
         if self._tracebacks is not None:
             self._show(rank, self._tracebacks.end_of(rank, code, was_told=was_told))
 
+    def is_ending(self, rank: int) -> bool:
+        """Whether a rank has said that an uncaught exception ends it."""
+        return self._tracebacks is not None and self._tracebacks.ends(rank)
+
+    def leave_out_interrupts(self) -> None:
+        """To be called when Ctrl-C is passed on: the tracebacks of that tell nothing new."""
+        if self._tracebacks is not None:
+            self._tracebacks.without_interrupts = not self._tracebacks.is_full
+
     def show_held(self) -> None:
         """Writes what is held, as no other will show it."""
         if self._tracebacks is not None:
@@ -213,7 +222,7 @@ class Multiplexer:
             elif stream.is_stderr:
                 self._show(stream.rank, self._tracebacks.take(stream.rank, line))
             else:
-                self._show(stream.rank, self._tracebacks.release(stream.rank))
+                self._show(stream.rank, self._tracebacks.other_output(stream.rank))
                 stream.console.put(stream, stream.rank, line)
 
     def _show(self, rank: int, lines: Sequence[bytes]) -> None:

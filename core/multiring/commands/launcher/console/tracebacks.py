@@ -1,7 +1,8 @@
 """Tracebacks with which ranks end: held back, so that equal ones are shown once, and the message last.
 
 A traceback is held while the lines on stderr can belong to it. Whatever else its rank writes, or that the
-rank goes on, shows that it was none that ended it: it is written as it came then, before what follows.
+rank goes on, shows that it was none that ended it: it is written as it came then, before what follows. Where
+the rank has said that an exception ends it, its last traceback is held until it has exited.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Tracebacks", "encoded", "fold", "is_coloured", "message_of", "rank_list", "tagged_lines"]
 
-_SECONDS = 1.0  # that a rank may take to exit
-_SECONDS_AFTER_END = 10.0  # that a job may take to end when a rank has
+_SECONDS = 1.0  # that a rank may take to exit which has not said that it does
+_SECONDS_OF_EXIT = 15.0  # that one may take which has: frameworks have much to tidy up
+_SECONDS_AFTER_END = 20.0  # that a job may take to end when a rank has
 _MAX_BYTES = 256 << 10
 _MAX_SHOWN = 4  # different tracebacks
 
@@ -31,26 +33,31 @@ _FIRST_LINE = re.compile(
 # What Python writes between the tracebacks of exceptions that belong together.
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 # What is before a traceback that does not end its process.
-_HANDLED = (b"Exception in thread", b"Exception ignored")
+_HANDLED = (b"Exception in thread", b"Exception ignored", b"Error in atexit", b"Process ")
 _EXIT_CODES = (1, 130, -2)  # with which Python ends because of an exception, that of Ctrl-C included
 
 # What differs between ranks that have met the same error: where it was raised, and addresses of objects.
 _OWN = re.compile(
     r" \((?:raised|noticed) on rank \d+ on .*\)$"
+    r"|, seen on rank \d+(?=:)"
     r"|(?<= at )0x[0-9a-f]+(?=>)"
     r"|(?<=PeerLostError: )(?:rank \d+ stopped all ranks: )?rank \d+ on [^,:]+(?=[,:])",
     re.MULTILINE,
 )
+# The exceptions that Ctrl-C leads to: on the ranks, and on those that lose them.
+_INTERRUPT = re.compile(r"(?<!\w)(?:KeyboardInterrupt|PeerLostError|AbortedError)(?!\w)")
 
 
 @dataclass
 class _Held:
+    began: float
     until: float
     before: bytes = b""  # on the line that it began on
     lines: list[bytes] = field(default_factory=list)
     size: int = 0
     has_message: bool = False
     is_chained: bool = False  # another traceback belongs to it
+    is_complete: bool = False  # other lines have come after it
 
     def add(self, line: bytes) -> None:
         self.lines.append(line)
@@ -61,9 +68,25 @@ class _Held:
 
 
 class Tracebacks:
-    """What is held of each rank."""
+    """What is held of each rank.
 
-    def __init__(self) -> None:
+    Args:
+        is_ending: Whether a rank has said that an uncaught exception ends it.
+        is_full: Whether none is left out.
+
+    Attributes:
+        is_full: As given.
+        without_interrupts: Whether tracebacks that Ctrl-C leads to are left out from now on.
+    """
+
+    def __init__(
+        self, is_ending: Callable[[int], bool] = lambda rank: False, *, is_full: bool = False
+    ) -> None:
+        self.is_full = is_full
+        self.without_interrupts = False
+        self._is_ending = is_ending
+        self._ending: set[int] = set()  # ranks that have said so
+        self._overdue: set[int] = set()  # whose traceback was written because they took too long to exit
         self._held: dict[int, _Held] = {}
         self._last: dict[int, bytes] = {}  # line of stderr
         self._verbatim: set[int] = set()  # ranks of which nothing is held any more
@@ -78,23 +101,57 @@ class Tracebacks:
         if held is not None and _continues(held, line):
             held.add(line)
             return self.release(rank) if held.size > _MAX_BYTES else []
-        written = self.release(rank)
         found = _FIRST_LINE.fullmatch(line) if line.endswith(b"\n") else None
-        if found is None or last.startswith(_HANDLED):
-            return [*written, line]
-        seconds = _SECONDS_AFTER_END if rank in self._ended else _SECONDS
-        begun = self._held[rank] = _Held(time.monotonic() + seconds, found["before"] or b"")
-        begun.has_message = bool(found["group"])
-        begun.add(found["syntax"] or found["first"])
+        if self.without_interrupts and line.startswith(_HANDLED):
+            written = self.release(rank)
+            self._begin(rank, line).is_chained = True  # the traceback comes next
+        elif found is None or last.startswith(_HANDLED):
+            written = [*self.other_output(rank), line]
+        else:
+            written = self.release(rank)
+            begun = self._begin(rank, found["syntax"] or found["first"], found["before"] or b"")
+            begun.has_message = bool(found["group"])
         return written
+
+    def _begin(self, rank: int, line: bytes, before: bytes = b"") -> _Held:
+        now = time.monotonic()
+        seconds = _SECONDS_AFTER_END if rank in self._ended else _SECONDS
+        begun = self._held[rank] = _Held(now, now + seconds, before)
+        begun.add(line)
+        return begun
+
+    def ends(self, rank: int) -> bool:
+        """Whether a rank has said that an uncaught exception ends it."""
+        if rank not in self._ending and self._is_ending(rank):
+            self._ending.add(rank)
+        return rank in self._ending
+
+    def other_output(self, rank: int) -> list[bytes]:
+        """To be called when a rank writes what is no traceback; returns what is to be written before."""
+        held = self._held.get(rank)
+        if held is None:
+            self._overdue.discard(rank)
+            return []
+        if not self.ends(rank):
+            return self.release(rank)
+        held.is_complete = True
+        return []
 
     def release(self, rank: int) -> list[bytes]:
         """What is held of a rank, which is to be written now."""
         held = self._held.pop(rank, None)
         if held is None:
             return []
+        if self._is_left_out(held):
+            return [held.before] if held.before else []
         first, *rest = held.lines
         return [held.before + first, *rest]
+
+    def _is_left_out(self, held: _Held) -> bool:
+        if not self.without_interrupts:
+            return False
+        lines = held.text().splitlines()
+        return any(_INTERRUPT.search(line) for line in lines[message_of(lines) :])
 
     def end_of(self, rank: int, code: int | None, *, was_told: bool = False) -> list[bytes]:
         """To be called when a rank has ended; returns what is to be written now.
@@ -121,11 +178,25 @@ class Tracebacks:
         """What has been held for too long: rank and lines, which are to be written."""
         now = time.monotonic()
         for rank in [rank for rank, held in self._held.items() if held.until <= now]:
+            held = self._held[rank]
+            if self.ends(rank) and now < held.began + _SECONDS_OF_EXIT:
+                held.until = held.began + _SECONDS_OF_EXIT
+                continue
+            self._overdue.add(rank)
             yield rank, self.release(rank)
 
+    def held_lines(self, rank: int) -> list[str]:
+        """The traceback that is held of a rank; empty: none is."""
+        held = self._held.get(rank)
+        return [] if held is None else held.text().splitlines()
+
     def holds(self, rank: int) -> bool:
-        """Whether the last that a rank has written to stderr is a traceback that is held."""
+        """Whether the traceback is held that a rank has written last."""
         return rank in self._held
+
+    def has_shown(self, rank: int) -> bool:
+        """Whether the last that a rank has written is a traceback that was held, for too long."""
+        return rank in self._overdue
 
     def beginnings(self) -> Iterator[tuple[int, bytes]]:
         """What is before tracebacks on the lines that they began on: by rank, to be written."""
@@ -139,6 +210,7 @@ class Tracebacks:
         return {
             rank: _PREFIX.sub("", held.text()).replace("\r\n", "\n").strip("\n")
             for rank, held in sorted(self._held.items())
+            if not self._is_left_out(held)
         }
 
 
@@ -156,7 +228,7 @@ def _bare(line: bytes) -> bytes:
 
 def _continues(held: _Held, line: bytes) -> bool:
     """Whether a line can belong to the traceback that is held."""
-    if not line.endswith(b"\n"):
+    if held.is_complete or not line.endswith(b"\n"):
         return False
     words = _bare(line)
     if words.startswith(_CHAINED):
