@@ -25,7 +25,7 @@ how it is measured:
   the same run, in turns; a turn lasts from when the last rank begins to when the last rank is done. Figures
   are medians, with the tenth and ninetieth percentile.
 
-without --framework (Torch, beside DistributedDataParallel over Gloo):
+without --framework (Torch, with hvd.DistributedOptimizer too, beside DistributedDataParallel over Gloo):
   for ResNet-50's gradients (161 arrays, 102 MB of float32):
   step           time of a step: gradients are written, and reduced where the kind does that
   communication  what the step takes longer than without synchronisation
