@@ -118,20 +118,20 @@ def test_the_sampler_goes_on_where_it_was(comm: Communicator) -> None:
 @with_hvd()
 def test_leaving_between_backward_and_step(comm: Communicator) -> None:
     """The gradients are not reduced, so no step is made; the next one is."""
-    layer = torch.nn.Embedding(3, 2, sparse=True)
-    for model, inputs in ((torch.nn.Linear(2, 2), torch.ones(1, 2)), (layer, torch.tensor([comm.rank]))):
-        hvd.broadcast_parameters(model.state_dict(), 0)
-        before = values(model)
-        for op in (hvd.Average, hvd.Sum):
+    for op in (hvd.Average, hvd.Sum):
+        layer = torch.nn.Embedding(3, 2, sparse=True)
+        for model, inputs in ((torch.nn.Linear(2, 2), torch.ones(1, 2)), (layer, torch.tensor([comm.rank]))):
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            before = values(model)
             optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), op=op)
             model(inputs).sum().backward()
             hvd.shutdown()
             hvd.init(process_sets="dynamic")
             refused(hvd.HorovodInternalError, {r"hvd.shutdown\(\) was called before": optimizer.step})
             assert values(model) == before
-        take_step(optimizer, model(inputs).sum())
-        assert values(model) != before
-        assert same_everywhere(comm, values(model))
+            take_step(optimizer, model(inputs).sum())
+            assert values(model) != before
+            assert same_everywhere(comm, values(model))
 
 
 @with_hvd()
