@@ -24,13 +24,14 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(_USAGE, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr, end="")
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    if arguments[0] != "-m" and not sys.flags.safe_path:
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)  # as Python does; the shim goes before it
     install()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
     return 0
 

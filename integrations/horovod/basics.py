@@ -69,7 +69,7 @@ class _Job:
         if process_set.mpi_comm is None:
             self.add(process_set)
             return
-        own = process_set.ranks = process_set.translated()
+        own = process_set.ranks = process_set.translated(self.comm.size)
         for ranks in sorted(set(map(tuple, self.comm.allgather_object(own)))):
             self.add(process_set if list(ranks) == own else ProcessSet(ranks))
 
@@ -89,9 +89,13 @@ class _Job:
             raise ValueError(f"{process_set}: these ranks have a process set already, {known}")
         number, self.next_id = self.next_id, self.next_id + 1
         world = self.sets[0].operations() if number else None
-        comm = self.comm.process_set(ranks) if number else self.comm
-        title = f"horovod.{number}" if number else "horovod"
-        operations = None if comm is None else Operations(comm, title, world)
+
+        def make() -> Operations | None:
+            comm = self.comm.process_set(ranks) if number else self.comm
+            title = f"horovod.{number}" if number else "horovod"
+            return None if comm is None else Operations(comm, title, world)
+
+        operations: Operations | None = make() if world is None else world.meanwhile(make)
         if operations is not None and _zeros is not None:
             operations.zeros = _zeros
         process_set.register(number, self.comm.rank, operations)

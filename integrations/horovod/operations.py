@@ -29,8 +29,8 @@ from multiring.horovod.pending import (
     LOOK_EVERY,
     UNNAMED,
     Key,
-    Meeting,
     Pending,
+    RankReport,
     Start,
     auto_number,
     call_meanwhile,
@@ -84,7 +84,6 @@ class Operations:
         self._world = world or self
         # Of this rank, in the order in which they were made.
         self._sets: list[Operations] = [] if world is None else world._sets
-        self._sets.append(self)
         self._lock = threading.RLock()
         self._pending: dict[Key, Pending] = {}
         self._counts: Counter[str] = Counter()  # of those with a name
@@ -92,6 +91,8 @@ class Operations:
         self._zeros_given: set[Key] = set()  # without a name, by this rank after it has joined
         self._meetings = 0
         self._joined_in: int | None = None
+        self._last_joined = -1  # the rank, once all have
+        self._sets.append(self)  # last: the thread that waits meanwhile looks at it from here on
 
     def auto_name(self) -> str:
         """A name for an operation that has none: a counter, the same on ranks that call the same."""
@@ -168,6 +169,8 @@ class Operations:
             raise HorovodInternalError(pending.refusal)
         work = pending.work
         assert work is not None
+        if not work.done():
+            return NOT_YET  # another thread has submitted it anew since
         try:
             result = work.wait(0)
         except errors.MultiringError as error:
@@ -185,7 +188,8 @@ class Operations:
                 work.wait(seconds)
 
     def join(self) -> int:
-        """Contributes zeros to the allreduces of the other ranks until all have joined.
+        """Contributes zeros to the allreduces of the other ranks until all have joined, and takes part
+        meanwhile in what other sets wait for.
 
         Returns:
             The rank that was the last to join.
@@ -200,10 +204,17 @@ class Operations:
             self._joined_in = self._meetings
             if not self._signal.is_broken:
                 self._signal.abort("has joined")
-            while True:
-                last = self._meet()
-                if last is not None:
-                    return last
+        while self._joined_in is not None:
+            self._look_after(self._sets)
+        return self._last_joined
+
+    def meanwhile(self, call: Callable[[], Any]) -> Any:
+        """The result of `call`, a collective of all ranks; takes part meanwhile in what sets wait for.
+
+        Raises:
+            HorovodInternalError: A rank is lost.
+        """
+        return call_meanwhile(call, lambda: self._look_after(self._sets))
 
     def close(self) -> None:
         """Ends this rank's part; what is pending fails. No collective."""
@@ -234,7 +245,7 @@ class Operations:
                     each._recover_any()
 
     def _recover_any(self) -> None:
-        """Meets the other ranks where an operation has failed that nobody has waited for yet."""
+        """Meets the other ranks where an operation has failed and no thread has waited for it yet."""
         for pending in list(self._pending.values()):
             work = pending.work
             if work is None or not work.done():
@@ -246,14 +257,22 @@ class Operations:
                 return
 
     def _gather(self, value: Any) -> list[Any]:
-        """What the ranks of the set tell, in a meeting."""
-        told: list[Any] = self._meanwhile(lambda: self._base.allgather_object(value))
-        return told
+        """The values of all ranks of the set, in a meeting."""
+        values: list[Any] = self._meanwhile(lambda: self._base.allgather_object(value))
+        return values
 
     def _meanwhile(self, call: Callable[[], Any]) -> Any:
         """The result of a collective of this set, in a meeting."""
         earlier = self._sets[: self._sets.index(self)] if self in self._sets else []
-        return call_meanwhile(call, lambda: self._look_after(earlier)) if earlier else call()
+        if not earlier:
+            return call()
+        try:
+            return call_meanwhile(call, lambda: self._look_after(earlier))
+        except BaseException:
+            # `call` may go on in its thread: it ends, and no other collective begins beside it.
+            with suppress(errors.MultiringError):
+                self._base.abort("a rank has left the recovery from a mismatch")
+            raise
 
     def _attend(self) -> None:
         """Meets the other ranks if one of them has joined."""
@@ -291,37 +310,36 @@ class Operations:
                 raise HorovodInternalError(str(error)) from error
             self._meet()
 
-    def _meet(self) -> int | None:
-        """Meets the other ranks; the last rank that has joined, if all have."""
+    def _meet(self) -> None:
+        """Meets the other ranks."""
         try:
-            return self._hold_meeting()
+            self._hold_meeting()
         except errors.MultiringError as error:
             raise HorovodInternalError(str(error)) from error
 
-    def _hold_meeting(self) -> int | None:
+    def _hold_meeting(self) -> None:
         self._prune()
         pending = {key: each.request for key, each in self._pending.items()}
-        mine = Meeting(self._queue.is_broken, self._joined_in, self._unnamed, pending)
-        meetings: list[Meeting] = self._gather(mine)
+        mine = RankReport(self._queue.is_broken, self._joined_in, self._unnamed, pending)
+        reports: list[RankReport] = self._gather(mine)
         self._meetings += 1
-        if any(each.is_broken for each in meetings):
+        if any(each.is_broken for each in reports):
             for each in self._pending.values():  # the error reaches all of them
                 settle(each)
             self._renew({})
-            return None
-        active = {rank: each for rank, each in enumerate(meetings) if each.joined_in is None}
+            return
+        active = {rank: each for rank, each in enumerate(reports) if each.joined_in is None}
         if active:
-            self._serve(active, meetings)
-            return None
-        _, last = max((each.joined_in or 0, rank) for rank, each in enumerate(meetings))
+            self._serve(active, reports)
+            return
+        _, self._last_joined = max((each.joined_in or 0, rank) for rank, each in enumerate(reports))
         self._joined_in = None
-        self._unnamed = max(each.unnamed for each in meetings)  # those that went on have counted on
+        self._unnamed = max(each.unnamed for each in reports)  # those that went on have counted on
         self._zeros_given.clear()
         self._signal.close()
         self._signal = whole_of(self._base)
-        return last
 
-    def _serve(self, active: Mapping[int, Meeting], meetings: list[Meeting]) -> None:
+    def _serve(self, active: Mapping[int, RankReport], reports: list[RankReport]) -> None:
         """The ranks that have joined take part in what all others wait for."""
         ready = set.intersection(*(set(each.pending) for each in active.values()))
         has_joined = self._joined_in is not None
@@ -334,7 +352,7 @@ class Operations:
             if text:
                 refusals[key] = text
         if refusals:
-            self._finish_what_can({key for each in meetings for key in each.pending})
+            self._finish_what_can({key for each in reports for key in each.pending})
             self._renew(refusals)
             return
         source = next(iter(active.values()), None)

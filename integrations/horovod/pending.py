@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
@@ -18,8 +19,8 @@ __all__ = [
     "LOOK_EVERY",
     "UNNAMED",
     "Key",
-    "Meeting",
     "Pending",
+    "RankReport",
     "Start",
     "auto_number",
     "call_meanwhile",
@@ -50,7 +51,7 @@ class Pending:
         self.refusal = ""  # why it has failed, on all ranks
 
 
-class Meeting:
+class RankReport:
     """What a rank tells the others when they meet."""
 
     def __init__(
@@ -87,15 +88,23 @@ def whole_of(comm: Communicator) -> Communicator:
 
 
 def call_meanwhile(call: Callable[[], Any], look: Callable[[], None]) -> Any:
-    """The result of `call`, which waits for other ranks; calls `look` again and again until it is there."""
-    pool = ThreadPoolExecutor(1, "multiring.horovod.meeting")
-    try:
-        future = pool.submit(call)
-        while not wait([future], LOOK_EVERY).done:
-            look()
-        return future.result()
-    finally:
-        pool.shutdown(wait=False)
+    """The result of `call`, which waits for other ranks; calls `look` again and again until it is there.
+
+    What `look` raises is raised at once, while `call` goes on in its thread.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon: the end of the process does not wait for the other ranks.
+    threading.Thread(target=run, name="multiring.horovod.meeting", daemon=True).start()
+    while not wait([future], LOOK_EVERY).done:
+        look()
+    return future.result()
 
 
 def auto_number(name: str) -> int | None:

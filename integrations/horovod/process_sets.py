@@ -78,12 +78,21 @@ class ProcessSet:
             raise ValueError(f"root_rank is {root_rank}, which is not part of {self}")
         return self.ranks.index(root_rank)
 
-    def translated(self) -> list[int]:
-        """The ranks of the job that its communicator has, where all processes of MPI are in the job."""
+    def translated(self, job_size: int) -> list[int]:
+        """The ranks of the job that its communicator has.
+
+        Raises:
+            ValueError: Not all processes of MPI are in the job, so its ranks are others than MPI's.
+        """
         group = self.mpi_comm.Get_group()
-        world = sys.modules[type(self.mpi_comm).__module__].COMM_WORLD.Get_group()
+        world = sys.modules[type(self.mpi_comm).__module__].COMM_WORLD
+        if world.Get_size() != job_size:
+            raise ValueError(
+                f"{self}: the job has {job_size} ranks, and MPI {world.Get_size()} processes; make the "
+                "process set of a list of ranks of the job"
+            )
         members = range(group.Get_size())
-        return sorted(type(group).Translate_ranks(group, list(members), world))
+        return sorted(type(group).Translate_ranks(group, list(members), world.Get_group()))
 
     def register(self, number: int, job_rank: int, operations: Operations | None) -> None:
         """Makes the set usable. Called by `init` and `add_process_set`."""

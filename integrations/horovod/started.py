@@ -15,7 +15,7 @@ Finish = Callable[[Any], Any]
 Tell = Callable[[Any, Exception | None], None]
 
 _LOOK_EVERY = 0.005
-# One thread looks after all operations that nobody waits for: at the first of them as long, in seconds.
+# One thread looks after all operations that no caller waits for: so long at the first of them, in seconds.
 _LOOK_AT_ONE = 0.0005
 
 
@@ -49,7 +49,7 @@ class Started:
         while len(self._results) < len(self._pending):
             try:
                 result = self._operations.take(self._pending[len(self._results)])
-            except Exception as error:  # the others are waited for as well: nobody else would
+            except Exception as error:  # the others are waited for as well: no other caller would
                 self._failure = self._failure or error
                 result = None
             if result is NOT_YET:

@@ -149,8 +149,10 @@ def start(path: str | os.PathLike[str], mark_cycles: bool) -> None:
     global active
     if active is not None and os.path.abspath(active.path) == os.path.abspath(path):
         return  # begun anew it would lose what is there
-    stop()
-    active = Timeline(path, mark_cycles)
+    before, active = active, Timeline(path, mark_cycles)
+    if before is not None:
+        before.close()
+        keep_times(True)
 
 
 def start_by_environment() -> None:

@@ -26,12 +26,18 @@ def add_config(args: argparse.Namespace, path: str) -> None:
     Raises:
         UsageError: It cannot be read.
     """
+    given = {name for name, value in vars(args).items() if value is not None}
+    if args.verbose:
+        given.add("log_level")
+    if args.stall_check:
+        given.add("no_stall_check")
     for name, value in _entries(path).items():
         if name == "stall_check.enabled":
-            args.no_stall_check = args.no_stall_check or not value
+            if "no_stall_check" not in given:
+                args.no_stall_check = not value
         elif name not in _OPTIONS:
             args.without_effect = [*args.without_effect, f"{name} in {path}"]
-        elif not getattr(args, _OPTIONS[name]):
+        elif _OPTIONS[name] not in given:
             setattr(args, _OPTIONS[name], value)
 
 

@@ -128,18 +128,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="write each rank's output to D/rank.K.stdout and D/rank.K.stderr",
     )
-    add("--verbose", action="store_true", help="as --log-level INFO")
+    add("--verbose", action="store_true", default=None, help="as --log-level INFO")
     add("--config-file", metavar="FILE", help="YAML with more of these options, in Horovod's sections")
     add("--log-level", choices=_LEVELS, help="least serious message that is written to stderr")
     add("--stall-check", action="store_true", help="report ranks that are late, as without this option")
-    add("--no-stall-check", action="store_true", help="report no ranks that are late")
+    add("--no-stall-check", action="store_true", default=None, help="report no ranks that are late")
     add(
         "--stall-check-warning-time-seconds", type=int, metavar="S", help="when to report ranks that are late"
     )
     add("--stall-check-shutdown-time-seconds", type=int, metavar="S", help="when late ranks are an error")
     add("--timeline-filename", metavar="FILE", help="write a timeline of the operations")
     cycles = argparse.BooleanOptionalAction
-    add("--timeline-mark-cycles", action=cycles, default=False, help="mark negotiations in it")
+    add("--timeline-mark-cycles", action=cycles, help="mark negotiations in it")
     not_kept: dict[str, Any] = {"dest": "_", "default": argparse.SUPPRESS}
     for count, names in _WITHOUT_EFFECT.items():
         for name in names:

@@ -6,9 +6,10 @@ import itertools
 from typing import Any
 
 from multiring.horovod.basics import at_shutdown
+from multiring.horovod.exceptions import HorovodInternalError
 from multiring.horovod.started import Started
 
-__all__ = ["forget", "handle_of", "poll", "synchronize"]
+__all__ = ["forget", "handle_of", "poll", "result_of", "synchronize"]
 
 _numbers = itertools.count()
 _started: dict[int, Started] = {}
@@ -23,7 +24,7 @@ def handle_of(started: Started) -> int:
 
 
 def forget(handle: int) -> None:
-    """Lets go of an operation that nobody will wait for; it goes on."""
+    """Lets go of an operation that no caller will wait for; it goes on."""
     _started.pop(handle, None)
 
 
@@ -45,3 +46,15 @@ def synchronize(handle: int) -> Any:
     """
     started = _started.pop(handle, None)
     return None if started is None else started.wait()
+
+
+def result_of(handle: int) -> Any:
+    """As `synchronize`, for a handle that was not synchronized before.
+
+    Raises:
+        HorovodInternalError: The operation has failed, on all ranks, or its job was left.
+    """
+    result = synchronize(handle)
+    if result is None:
+        raise HorovodInternalError("hvd.shutdown() was called before the operation was waited for")
+    return result

@@ -14,12 +14,12 @@ from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average
 from multiring.horovod.torch.adasum_optimizer import AdasumStep
 from multiring.horovod.torch.compression import Compression, Compressor
-from multiring.horovod.torch.handles import forget, synchronize
+from multiring.horovod.torch.handles import forget, result_of
 from multiring.horovod.torch.options import OptimizerOptions, load_shared
 from multiring.horovod.torch.reduces import (
     allreduce_async_,
     grouped_allreduce_async_,
-    sparse_allreduce_async,
+    start_sparse_allreduce,
 )
 
 __all__ = ["DistributedOptimizer"]
@@ -43,12 +43,12 @@ _TOO_MANY = (
 
 
 class _Started(NamedTuple):
-    """A reduction under way: of these parameters, and a function that waits and gives their gradients. Only
-    sparse ones have no handle."""
+    """A reduction under way: of these parameters, a function that waits and gives their gradients, and the
+    handles of its operations."""
 
     parameters: list[Parameter]
     wait: Callable[[], list[torch.Tensor]]
-    handle: int | None = None
+    handles: tuple[int, ...]
 
 
 class _Distributed(torch.optim.Optimizer):
@@ -95,8 +95,8 @@ class _Distributed(torch.optim.Optimizer):
                 for parameter, gradient in zip(each.parameters, each.wait(), strict=True):
                     if gradient is not parameter.grad:
                         parameter.grad = gradient
-            except RuntimeError as error:  # the others are waited for, or their names would stay in flight
-                failure = failure or error
+            except (RuntimeError, ValueError) as error:
+                failure = failure or error  # the others are waited for, or their names stay in flight
         if failure is not None:
             raise failure
         self._is_synchronized = True
@@ -133,8 +133,10 @@ class _Distributed(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped class. Gradients that have not led to a step are forgotten."""
         for started in self._reductions:
-            if started.handle is not None:
-                forget(started.handle)
+            for handle in started.handles:
+                forget(handle)
+            for parameter in started.parameters:
+                parameter.grad = None  # the reduction may still write to its memory
         self._reductions = []
         self._reduced.clear()
         self._passes.clear()
@@ -177,8 +179,8 @@ class _Distributed(torch.optim.Optimizer):
         options = self._options
         if gradient.is_sparse:
             name = self._names.get(parameters[0])
-            wait = sparse_allreduce_async(gradient, name, options.op, options.process_set)
-            self._reductions.append(_Started(parameters, lambda: [wait()]))
+            handles, wait = start_sparse_allreduce(gradient, name, options.op, options.process_set)
+            self._reductions.append(_Started(parameters, lambda: [wait()], handles))
             return
         self._reductions.append(self._reduce(parameters))
 
@@ -196,10 +198,10 @@ class _Distributed(torch.optim.Optimizer):
             )
 
         def wait() -> list[torch.Tensor]:
-            synchronize(handle)
+            result_of(handle)
             return [options.compression.decompress(tensor, context) for tensor, context in pairs]
 
-        return _Started(parameters, wait, handle)
+        return _Started(parameters, wait, (handle,))
 
 
 class _AdasumDistributed(AdasumStep):

@@ -14,7 +14,7 @@ from multiring.horovod.request import reduction_request
 from multiring.horovod.started import submit_all
 from multiring.horovod.submissions import names_of, reduction, start_allreduce
 from multiring.horovod.torch.checks import REDUCED, as_array, changed, checked, described, dtype_name
-from multiring.horovod.torch.handles import handle_of, synchronize
+from multiring.horovod.torch.handles import handle_of, result_of
 from multiring.horovod.torch.moves import allgather_async
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "sparse_allreduce_async",
+    "start_sparse_allreduce",
 ]
 
 Tensor = torch.Tensor
@@ -137,6 +138,13 @@ def sparse_allreduce_async(
     Raises:
         ValueError: `op` is neither Sum nor Average.
     """
+    return start_sparse_allreduce(tensor, name, op, process_set)[1]
+
+
+def start_sparse_allreduce(
+    tensor: Tensor, name: str | None, op: int, process_set: ProcessSet
+) -> tuple[tuple[int, int], Callable[[], Tensor]]:
+    """The handles of what `sparse_allreduce_async` submits, and its result."""
     if op_name(op) not in ("sum", "average"):
         raise ValueError(f"a sparse allreduce with op {op_name(op)}; expected hvd.Sum or hvd.Average")
     tensor = tensor.coalesce()
@@ -146,9 +154,9 @@ def sparse_allreduce_async(
     divisor = process_set.operations().size if op == Average else 1
 
     def wait() -> Tensor:
-        rows = synchronize(values) / divisor if divisor > 1 else synchronize(values)
+        rows = result_of(values) / divisor if divisor > 1 else result_of(values)
         return torch.sparse_coo_tensor(
-            synchronize(indices).t(), rows, tensor.shape, check_invariants=False
+            result_of(indices).t(), rows, tensor.shape, check_invariants=False
         ).coalesce()
 
-    return wait
+    return (indices, values), wait

@@ -20,7 +20,11 @@ class _Job:
 
 
 class SyncBatchNorm(adapter.SyncBatchNorm):
-    """`multiring.torch.SyncBatchNorm` of all ranks of the job."""
+    """`multiring.torch.SyncBatchNorm` of all ranks of the job.
+
+    A rank in its forward or backward pass takes no part in the recovery from a mismatch: before it,
+    synchronize the handles of a process set's operations.
+    """
 
     def __init__(
         self,

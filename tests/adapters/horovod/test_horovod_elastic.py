@@ -9,8 +9,9 @@ import torch
 import multiring.horovod.torch as hvd
 from multiring import Communicator
 from multiring.errors import PeerLostError
+from multiring.horovod.torch import handles
 from tests.adapters.horovod.support import refused, with_hvd
-from tests.adapters.horovod.test_horovod_optimizer import sgd, values
+from tests.adapters.horovod.test_horovod_optimizer import sgd, take_step, values
 from tests.on_ranks import same_everywhere
 
 
@@ -112,3 +113,63 @@ def test_the_sampler_goes_on_where_it_was(comm: Communicator) -> None:
     assert rest == set(range(21)) - sampler.state_dict()["processed_indices"]
     sampler.set_epoch(1)
     assert (sampler.epoch, sampler.processed_num, len(sampler)) == (1, 0, 11)
+
+
+@with_hvd()
+def test_leaving_between_backward_and_step(comm: Communicator) -> None:
+    """The gradients are not reduced, so no step is made; the next one is."""
+    for op in (hvd.Average, hvd.Sum):
+        layer = torch.nn.Embedding(3, 2, sparse=True)
+        for model, inputs in ((torch.nn.Linear(2, 2), torch.ones(1, 2)), (layer, torch.tensor([comm.rank]))):
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            before = values(model)
+            optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), op=op)
+            model(inputs).sum().backward()
+            hvd.shutdown()
+            hvd.init(process_sets="dynamic")
+            refused(hvd.HorovodInternalError, {r"hvd.shutdown\(\) was called before": optimizer.step})
+            assert values(model) == before
+            take_step(optimizer, model(inputs).sum())
+            assert values(model) != before
+            assert same_everywhere(comm, values(model))
+
+
+@with_hvd()
+def test_loading_between_backward_and_step(comm: Communicator) -> None:
+    """Reductions in progress write to memory that no gradient has any more; no handle is left."""
+    layer = torch.nn.Embedding(3, 2, sparse=True)
+    for model, inputs in ((torch.nn.Linear(2, 2), torch.ones(1, 2)), (layer, torch.tensor([comm.rank]))):
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        saved = optimizer.state_dict()
+        model(inputs).sum().backward()
+        assert handles._started
+        optimizer.load_state_dict(saved)
+        assert not handles._started
+        assert all(parameter.grad is None for parameter in model.parameters())
+        hvd.barrier()
+        take_step(optimizer, model(inputs).sum())
+        assert same_everywhere(comm, values(model))
+
+
+@with_hvd()
+def test_a_group_of_which_a_gradient_is_refused(comm: Communicator) -> None:
+    """The other groups are waited for, and the next step is made."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    groups = [list(layer.parameters()) for layer in model]
+    optimizer: Any = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), groups=groups)
+    operations: Any = hvd.global_process_set.operations()
+    submit = operations.submit
+
+    def submit_but_one(request: Any, start: Any) -> Any:
+        if request.name.endswith("2of2") and not refusals:
+            refusals.append(request.name)
+            raise ValueError("it is in flight")
+        return submit(request, start)
+
+    refusals: list[str] = []
+    operations.submit = submit_but_one
+    model(torch.ones(1, 2)).sum().backward()
+    refused(ValueError, {"in flight": optimizer.step})
+    assert not handles._started
+    take_step(optimizer, model(torch.ones(1, 2)).sum())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import multiring.horovod.torch as hvd
 from multiring import Communicator
+from multiring.horovod.operations import NOT_YET
+from multiring.horovod.pending import call_meanwhile
 from tests.adapters.horovod.support import refused, with_hvd
 
 Call = Callable[[int], Any]
@@ -92,7 +96,7 @@ def test_what_is_in_flight_beside_a_mismatch_is_done(comm: Communicator) -> None
 
 
 @with_hvd()
-def test_a_mismatch_that_nobody_waits_for(comm: Communicator) -> None:
+def test_a_mismatch_that_no_rank_waits_for(comm: Communicator) -> None:
     """It is found by the next submission or wait; its handle still raises."""
     bad = hvd.allreduce_async(torch.ones(2 + comm.rank), name="bad")
     for _ in range(10):
@@ -222,3 +226,111 @@ def test_a_group_of_which_one_is_refused(comm: Communicator) -> None:
         handle = call([x, x, x], name="group")  # type: ignore[operator]
         refused(ValueError, {"in flight": lambda handle=handle: hvd.synchronize(handle)})  # type: ignore[misc]
         assert hvd.allreduce(x, name="group_1of3").tolist() == [1, 1]
+
+
+@with_hvd(3)
+def test_a_set_is_made_while_a_rank_recovers_in_another(comm: Communicator) -> None:
+    """Rank 0 comes last, so it waits for no rank before the set is made; it takes part all the same."""
+    pair = hvd.add_process_set([0, 1])
+    text = "Mismatched allreduce tensor shapes"
+    bad = hvd.allreduce_async(torch.ones(2 + comm.rank), process_set=pair) if pair.included() else -1
+    if comm.rank == 0:
+        comm.recv(1)
+    elif comm.rank == 1:
+        operations: Any = pair.operations()
+        meet = operations._meet
+
+        def meet_and_tell() -> None:
+            comm.send(np.zeros(1), 0)
+            meet()
+
+        operations._meet = meet_and_tell
+    hvd.add_process_set([1, 2])
+    if pair.included():
+        refused(hvd.HorovodInternalError, {text: lambda: hvd.synchronize(bad)})
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=pair).tolist() == [2, 2]
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [3, 3]
+
+
+@with_hvd(3)
+def test_a_rank_that_has_joined_recovers_in_a_set(comm: Communicator) -> None:
+    pair = hvd.add_process_set([0, 1])
+    text = "Mismatched allreduce tensor shapes"
+    for _ in range(2):
+        bad = hvd.allreduce_async(torch.ones(2 + comm.rank), process_set=pair) if pair.included() else -1
+        if comm.rank == 1:
+            refused(hvd.HorovodInternalError, {text: lambda handle=bad: hvd.synchronize(handle)})
+            assert hvd.allreduce(torch.ones(2), name="on", op=hvd.Sum).tolist() == [2, 2]
+        elif comm.rank == 2:
+            assert hvd.allreduce(torch.ones(2), name="on", op=hvd.Sum).tolist() == [2, 2]
+        assert hvd.join() in (1, 2)
+        if comm.rank == 0:
+            refused(hvd.HorovodInternalError, {text: lambda handle=bad: hvd.synchronize(handle)})
+        if pair.included():
+            assert hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=pair).tolist() == [2, 2]
+
+
+def test_a_call_that_is_left() -> None:
+    """The end of the process does not wait for it."""
+    ends = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def call() -> None:
+        threads.append(threading.current_thread())
+        ends.wait()
+
+    def look() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call_meanwhile(call, look)
+    assert threads[0].daemon
+    ends.set()
+    threads[0].join()
+    refused(ValueError, {"invalid literal": lambda: call_meanwhile(lambda: int("x"), look)})
+
+
+@with_hvd()
+def test_work_that_another_thread_has_submitted_anew(comm: Communicator) -> None:
+    """It has not failed, but not ended yet."""
+    operations: Any = hvd.global_process_set.operations()
+
+    class Work:
+        def done(self) -> bool:
+            return False
+
+    class Renewed:
+        key, refusal, work = ("x", 0), "", Work()
+
+    is_done, operations.is_done = operations.is_done, lambda pending: True
+    assert operations.take(Renewed()) is NOT_YET
+    operations.is_done = is_done
+
+
+@with_hvd(3)
+def test_a_rank_that_leaves_a_recovery(comm: Communicator) -> None:
+    """By Ctrl-C, while it waits for rank 0: the set ends with an error on both ranks, and the job goes on."""
+    pair = hvd.add_process_set([0, 1])
+    if pair.included():
+        operations: Any = pair.operations()
+        bad = hvd.allreduce_async(torch.ones(2 + comm.rank), process_set=pair)
+        if comm.rank == 0:
+            comm.recv(1)
+        else:
+            look_after = operations._look_after
+
+            def interrupted(sets: list[Any]) -> None:
+                if operations not in sets:  # in a meeting
+                    raise KeyboardInterrupt
+                look_after(sets)
+
+            operations._look_after = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                hvd.synchronize(bad)
+            comm.send(np.zeros(1), 0)
+
+        def call() -> object:
+            return hvd.allreduce(torch.ones(2), process_set=pair) if comm.rank else hvd.synchronize(bad)
+
+        refused(hvd.HorovodInternalError, {"asked for different operations": call})
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [3, 3]

@@ -48,8 +48,12 @@ def test_what_is_in_a_timeline(comm: Communicator) -> None:
     hvd.barrier()
     for _ in range(2):
         hvd.allreduce(torch.ones(3), name="twice")
+    if comm.rank == 0:  # one that cannot be written: it goes on
+        refused(OSError, {"/proc/none": lambda: hvd.start_timeline("/proc/none")})
     hvd.broadcast(torch.ones(2, 2), 0, name="other")
     hvd.start_timeline(f"{path}.2")  # another one: the first ends
+    hvd.start_timeline(f"{path}.3")
+    hvd.allreduce(torch.ones(3), name="third")
     hvd.stop_timeline()
     hvd.stop_timeline()
     hvd.allreduce(torch.ones(3), name="after")
@@ -61,6 +65,10 @@ def test_what_is_in_a_timeline(comm: Communicator) -> None:
         check(json.loads(path.read_text()))
         path.unlink()
         assert json.loads(Path(f"{path}.2").read_text()) == []
+        third = json.loads(Path(f"{path}.3").read_text())
+        kinds = ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE"]
+        assert [name for name, _, _ in spans(third, "allreduce.third")] == kinds
+        Path(f"{path}.3").unlink()
         Path(f"{path}.2").unlink()
 
 

@@ -275,7 +275,8 @@ class FakeComm:
         self.Get_group = lambda: group
 
 
-COMM_WORLD = FakeComm(None)
+COMM_WORLD: Any = FakeComm(None)
+COMM_WORLD.Get_size = lambda: 3
 
 
 @on_ranks(3)
@@ -291,6 +292,9 @@ def test_process_sets_of_communicators(comm: Communicator) -> None:
     assert found == (1 if comm.rank == 1 else 2)
     hvd.shutdown()
     refused(ValueError, {"list of process ranks": lambda: hvd.ProcessSet("ab")})
+    part = [0, 2] if comm.rank != 1 else [1]  # whose ranks are not MPI's
+    with pytest.raises(ValueError, match=f"the job has {len(part)} ranks, and MPI 3 processes"):
+        hvd.init(comm=part, process_sets=[hvd.ProcessSet(FakeComm(group_of(comm)))])
 
 
 @with_hvd()

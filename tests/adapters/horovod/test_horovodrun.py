@@ -108,6 +108,13 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     variables += ["MULTIRING_STALL_WARNING=0", "MULTIRING_TIMEOUT=9"]
     assert words == ["--horovod", *(word for each in variables for word in ("--env", each)), "--", "true"]
     assert args.without_effect == [f"params.cycle_time_ms in {path}"]
+    args = parsed(
+        *(options.add_arguments, "--config-file", str(path), "--verbose", "--stall-check"),
+        *("--stall-check-shutdown-time-seconds", "0", "--no-timeline-mark-cycles", "true"),
+    )
+    variables = ["HOROVOD_TIMELINE=t", "MULTIRING_LOG_LEVEL=info"]
+    words = ["--horovod", *(word for each in variables for word in ("--env", each)), "--", "true"]
+    assert options.run_arguments(args) == words
     for bad in ("/none", str(tmp_path)):
         assert f"--config-file {bad}" in refused("horovodrun", "--config-file", bad, "true")
 
@@ -118,8 +125,8 @@ def test_a_job() -> None:
     assert result.returncode == 3
     assert sorted(result.stdout.splitlines()) == ["[0] 0 of 2", "[1] 1 of 2"]
     assert "multiring: horovodrun: these have no effect here: --gloo, --autotune\n" in result.stderr
-    told = Job([sys.executable, "-m", "multiring.horovod.runner", "-v"]).run(code=0)
-    assert told.stdout == f"{multiring.horovod.__version__}\n"
+    shown = Job([sys.executable, "-m", "multiring.horovod.runner", "-v"]).run(code=0)
+    assert shown.stdout == f"{multiring.horovod.__version__}\n"
 
 
 def place(base: int, *, fails: bool = False) -> tuple[int, str, str | None]:
@@ -236,7 +243,7 @@ def test_without_the_launcher(tmp_path: Path) -> None:
     script.write_text("import multiring.horovod\nmultiring.horovod.install()\n" * 2 + IMPORTS)
     assert "all of 1 [] [0]" in Job([sys.executable, str(script)]).run(code=0).stdout
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    result = Job([*torchrun, "--module", "multiring.horovod", str(script)]).run(code=0)
+    result = Job([*torchrun, "--module", "multiring.horovod", str(script)]).run(240.0, code=0)
     assert "all of 2 [] [0, 1]" in result.stdout
 
 
@@ -256,7 +263,7 @@ def test_a_horovod_that_is_installed_is_not_shadowed_silently(tmp_path: Path) ->
     path.parent.mkdir()
     path.write_text(script)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    foreign = Job([*torchrun, "--module", "multiring.horovod", str(path)]).run(code=0)
+    foreign = Job([*torchrun, "--module", "multiring.horovod", str(path)]).run(240.0, code=0)
     assert foreign.stderr.count(f"not the Horovod that is at {package / '__init__.py'}") == 1
 
 
