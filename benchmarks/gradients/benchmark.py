@@ -25,8 +25,8 @@ how it is measured:
   the same run, in turns; a turn lasts from when the last rank begins to when the last rank is done. Figures
   are medians, with the tenth and ninetieth percentile.
 
-without --framework (Torch, beside hvd.DistributedOptimizer, DistributedDataParallel and, with --fsdp, FSDP2, over
-multiring's process group and over Gloo):
+without --framework (Torch, beside hvd.DistributedOptimizer, DistributedDataParallel and, with --fsdp, FSDP2,
+over multiring's process group and over Gloo):
   for ResNet-50's gradients (161 arrays, 102 MB of float32):
   step           time of a step: gradients are written, and reduced where the kind does that
   communication  what the step takes longer than without synchronisation
