@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
         lambda comm: comm.broadcast_object(1),
         lambda comm: comm.allgather_object(1),
         "broadcast 'broadcast_object.length' root 0 int64[1]",
-        "allgather 'allgather_object.lengths' int64[1]",
+        "allgather 'allgather_object' int64[1]",
     ),
     "asynchronous and synchronous": (
         lambda comm: comm.allreduce_async(X).wait(),
