@@ -52,6 +52,7 @@ _generation = 0
 _joining = False
 # The communicator of mpi4py that the world was made of.
 _joined: Any = None
+_has_joined = False  # ever
 # What the world holds on to.
 _held = ExitStack()
 _before_shutdown: list[Callable[[], None]] = []
@@ -78,7 +79,7 @@ def init(comm: Any = None) -> Communicator:
             not that of the world there is, or this process is a fork of one that is a rank.
         TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds; says which.
     """
-    global _world, _generation, _joining, _joined
+    global _world, _generation, _joining, _joined, _has_joined
     with _lock:
         if _world is not None:
             if comm is not None and comm is not _joined and not _is_same(comm, _joined):
@@ -93,15 +94,20 @@ def init(comm: Any = None) -> Communicator:
             raise UsageError(_child_cannot(_parent))
         settings = config.load()
         configure_log(settings.log_level)
-        install_hook(settings.traceback, partial(tell_end, settings))
+        install_hook(settings.traceback, partial(_tell_end, settings))
         _generation += 1
         _joining = True
         try:
             joined = _join(comm, settings)
         finally:
             _joining = False
-        _joined, _world = comm, joined
+        _joined, _world, _has_joined = comm, joined, True
         return joined
+
+
+def _tell_end(settings: Settings) -> None:
+    if _has_joined:  # or the place that it asked for is another process's
+        tell_end(settings)
 
 
 def _join(comm: Any, settings: Settings) -> Communicator:

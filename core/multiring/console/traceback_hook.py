@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from multiring.log import is_of_program
 __all__ = ["RankTraceback", "install_hook", "traceback_text"]
 
 _PACKAGE = "multiring"
+_FRAMEWORKS = ("jax", "jaxlib", "keras", "tensorflow")  # of whose errors the program makes none itself
 _DIRECT_CAUSE = "\n\nThe above exception was the direct cause of the following exception:\n\n"
 
 
@@ -50,7 +52,8 @@ def _tell_and_show(
     frames: TracebackType | None,
 ) -> None:
     if os.getpid() == process:  # a fork of the rank is none
-        tell_end()
+        with suppress(Exception, KeyboardInterrupt):  # the error itself is what counts
+            tell_end()
     show(kind, error, frames)
 
 
@@ -138,18 +141,40 @@ def _shortened(error: BaseException, frames: TracebackType | None) -> traceback.
     shown = traceback.TracebackException(type(own), own, frames)
     is_hidden = [not is_of_program(frame) for frame, _ in traceback.walk_tb(frames)]
     _hide(shown, is_hidden, f"{_PACKAGE} and of installed packages")
-    shown.__cause__ = shown.__context__ = None
+    shown.__cause__ = None
+    shown.__context__ = _shown_before(error)
+    shown.__suppress_context__ = False
     return shown
 
 
-def _carried(error: BaseException) -> MultiringError | None:
-    """The error of multiring that a framework's error tells of."""
-    text = "" if isinstance(error, MultiringError) else str(error)
-    if "multiring error " not in text:
+def _shown_before(error: BaseException) -> traceback.TracebackException | None:
+    """What was raised before a framework's error that tells of one of multiring, and is something else."""
+    seen = {id(error)}
+    before = _before(error)
+    while before is not None and id(before) not in seen and _carried(before) is not None:
+        seen.add(id(before))
+        before = _before(before)
+    if before is None or id(before) in seen or isinstance(before, MultiringError):
         return None
-    from multiring.error_text import find_error
+    return _shortened(before, before.__traceback__)
 
-    return find_error(text)
+
+def _before(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _carried(error: BaseException) -> MultiringError | None:
+    """The error of multiring that a framework's error tells of; None for one that the program has made."""
+    with suppress(Exception):  # of a __str__ that fails
+        if isinstance(error, MultiringError) or "multiring error " not in (text := str(error)):
+            return None
+        from multiring.error_text import find_error
+
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        of_framework = type(error).__module__.partition(".")[0] in _FRAMEWORKS
+        if of_framework or not frames or not is_of_program(frames[-1]):
+            return find_error(text)
+    return None
 
 
 def _hide(shown: traceback.TracebackException, is_hidden: Sequence[bool], whose: str) -> None:
@@ -172,9 +197,10 @@ def _shorten(shown: traceback.TracebackException, error: BaseException, frames: 
             continue
         if _carried(inner) is None:
             _shorten(part, inner, inner.__traceback__)
-        else:  # which a MultiringError that was made of it says by itself
-            is_same = isinstance(error, MultiringError)
-            setattr(shown, name, None if is_same else _shortened(inner, inner.__traceback__))
+        elif isinstance(error, MultiringError) and str(_carried(inner)) == str(error):
+            setattr(shown, name, _shown_before(inner))  # it says the same
+        else:
+            setattr(shown, name, _shortened(inner, inner.__traceback__))
     if isinstance(error, BaseExceptionGroup):
         for each, inner in zip(shown.exceptions or (), error.exceptions, strict=False):
             _shorten(each, inner, inner.__traceback__)

@@ -102,7 +102,7 @@ try:
     comm.barrier()
 except KeyboardInterrupt:
     print("saved by", comm.rank, file=sys.stderr)
-    if sys.argv[1:] and comm.rank == 1:
+    if sys.argv[1:] and comm.rank == 0:  # which nothing but Ctrl-C wakes
         raise ValueError("the disk is full")
     raise
 """
@@ -117,11 +117,18 @@ def test_after_ctrl_c_one_line_suffices(kind: str, words: tuple[str, ...]) -> No
         shown = job.ended(130).stderr.splitlines()
     assert re.fullmatch(r"multiring: SIGINT received after .* s; all ranks have ended", shown[-1])
     if kind == "full":
-        assert sum("KeyboardInterrupt" in line for line in shown) >= 2
+        assert "[0] KeyboardInterrupt" in shown, "that of rank 1, or its loss of rank 0, comes as well"
+        assert sum("Traceback" in line for line in shown) >= 2
     elif words:
-        assert shown[-2] == "[1] ValueError: the disk is full"
+        assert shown[-2] == "[0] ValueError: the disk is full"
     else:
-        assert set(shown[:-1]) <= {"[0] saved by 0", "[1] saved by 1"}
+        assert set(shown[:-1]) - {"[1] saved by 1"} == {"[0] saved by 0"}, "rank 1 may have lost rank 0"
+
+
+class UnknownError(Exception):
+    """As TensorFlow has one."""
+
+    __module__ = "tensorflow.python.framework.errors_impl"
 
 
 def test_an_error_that_came_through_a_framework_is_shown_as_it_was() -> None:
@@ -130,8 +137,8 @@ def test_an_error_that_came_through_a_framework_is_shown_as_it_was() -> None:
     for is_known in (False, True):
         try:
             try:
-                raise RuntimeError(text)
-            except RuntimeError as error:
+                raise UnknownError(text)
+            except UnknownError as error:
                 if is_known:
                     raise lost from error
                 raise
@@ -140,6 +147,29 @@ def test_an_error_that_came_through_a_framework_is_shown_as_it_was() -> None:
         assert shown.count("Traceback") == 1
         assert shown.endswith("\nmultiring.errors.PeerLostError: rank 0 on a, lost rank 1\n")
         assert "Detected" not in shown
+
+
+def test_an_error_of_the_program_beside_one_of_a_framework_is_shown() -> None:
+    lost = errors.PeerLostError("rank 0 on a, lost rank 1")
+    text = f"Detected at node x\n{text_of(lost)}\n"
+
+    def shown_of(*raised: BaseException) -> str:
+        first, second = raised
+        try:
+            try:
+                raise first
+            finally:
+                raise second
+        except BaseException as error:
+            return traceback_text(error, error.__traceback__)
+
+    before = shown_of(ValueError("no data"), UnknownError(text))
+    assert "ValueError: no data\n\nDuring handling" in before
+    assert before.endswith("\nmultiring.errors.PeerLostError: rank 0 on a, lost rank 1\n")
+    for error in (OSError(f"not written after {text}"), errors.UsageError("no place")):
+        shown = shown_of(UnknownError(text), error)
+        assert "PeerLostError: rank 0 on a, lost rank 1\n\nDuring handling" in shown
+        assert str(error) in shown.split("During handling")[1]
 
 
 LAUNCH = """

@@ -162,6 +162,9 @@ def test_a_traceback_is_held_until_its_rank_has_exited_where_that_has_said_so() 
 
 
 INTERRUPTED = TEXT.replace("ValueError: bad\n  worse", "KeyboardInterrupt\n")
+DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+LOST = "multiring.errors.AbortedError: rank 1 aborted"
+REPLACED = "AbortedError REPLACED BY KeyboardInterrupt"
 
 
 @pytest.mark.parametrize(
@@ -169,18 +172,24 @@ INTERRUPTED = TEXT.replace("ValueError: bad\n  worse", "KeyboardInterrupt\n")
     [
         (INTERRUPTED, True),
         (INTERRUPTED + CAUSE + TEXT + "\n", False),
-        (CHAIN.replace("ValueError: bad", "multiring.errors.AbortedError: rank 1 aborted"), True),
-        (
-            CHAIN.replace("ValueError: bad", "RuntimeError: AbortedError REPLACED BY KeyboardInterrupt: "),
-            True,
-        ),
+        (INTERRUPTED + DURING + INTERRUPTED.replace("KeyboardInterrupt", LOST), True),
+        (INTERRUPTED + DURING + TORCH.replace("ValueError: bad", LOST), True),
+        (INTERRUPTED.replace("KeyboardInterrupt", f"RuntimeError: {REPLACED}: "), True),
+        (TEXT + "\n" + DURING + INTERRUPTED, False),
+        (CHAIN.replace("ValueError: bad", LOST), False),
+        (INTERRUPTED.replace("KeyboardInterrupt", "RuntimeError: after KeyboardInterrupt()"), False),
+        (TORCH, False),
         ("Exception ignored in atexit callback: <function f>\n" + INTERRUPTED, True),
         ("Exception ignored in atexit callback: <function f>\n" + CHAIN, False),
     ],
 )
 def test_what_ctrl_c_leads_to_is_left_out(text: str, is_left_out: bool) -> None:
     held = Tracebacks()
-    held.without_interrupts = True
+    with later(-5.0):
+        assert not any(held.take(2, line) for line in whole(INTERRUPTED))
+    held.leave_out_interrupts()
+    assert held.texts() == {2: INTERRUPTED.strip("\n")}, "it was there before"
+    held.end_of(2, 0)
     shown = [line for each in (*whole(text), b"saved\n") for line in held.take(0, each)]
     assert shown == [*([] if is_left_out else whole(text)), b"saved\n"]
     assert not any(held.take(1, line) for line in whole(text))

@@ -5,6 +5,7 @@ The numbers are those of inherited descriptors: of the call, and for each rank o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str]) -> None:
     except BaseException as error:
         text = _trimmed(error)
         memory.write(result_file, Raised.of(error, text))
-        tell_end(config.load())
+        with contextlib.suppress(Exception):  # the error itself is what counts
+            tell_end(config.load())
         sys.excepthook = _writer(text)
         raise
 

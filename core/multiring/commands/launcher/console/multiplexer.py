@@ -167,7 +167,7 @@ class Multiplexer:
     def leave_out_interrupts(self) -> None:
         """To be called when Ctrl-C is passed on: the tracebacks of that tell nothing new."""
         if self._tracebacks is not None:
-            self._tracebacks.without_interrupts = not self._tracebacks.is_full
+            self._tracebacks.leave_out_interrupts()
 
     def show_held(self) -> None:
         """Writes what is held, as no other will show it."""

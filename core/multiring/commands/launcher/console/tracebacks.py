@@ -32,8 +32,9 @@ _FIRST_LINE = re.compile(
 )
 # What Python writes between the tracebacks of exceptions that belong together.
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
-# What is before a traceback that does not end its process.
-_HANDLED = (b"Exception in thread", b"Exception ignored", b"Error in atexit", b"Process ")
+# What is before a traceback that does not end its process; the last is of multiprocessing.
+_HANDLED = re.compile(rb"Exception in thread|Exception ignored|Error in atexit|Process \S+:\r?\n")
+_CHAINED_TEXT = tuple(line.decode() for line in _CHAINED)
 _EXIT_CODES = (1, 130, -2)  # with which Python ends because of an exception, that of Ctrl-C included
 
 # What differs between ranks that have met the same error: where it was raised, and addresses of objects.
@@ -44,8 +45,13 @@ _OWN = re.compile(
     r"|(?<=PeerLostError: )(?:rank \d+ stopped all ranks: )?rank \d+ on [^,:]+(?=[,:])",
     re.MULTILINE,
 )
-# The exceptions that Ctrl-C leads to: on the ranks, and on those that lose them.
-_INTERRUPT = re.compile(r"(?<!\w)(?:KeyboardInterrupt|PeerLostError|AbortedError)(?!\w)")
+# The exceptions that Ctrl-C leads to, by the first line of their message: on the ranks, and on those that
+# lose them; as Torch and pybind11 tell of them, too.
+_INTERRUPT = re.compile(
+    r"(?:[\w.]+\.)?(?:KeyboardInterrupt|PeerLostError|AbortedError|HorovodInternalError)(?::|$)"
+    r"|RuntimeError: Got the following error when running the callback: (?:PeerLostError|AbortedError):"
+    r"|RuntimeError: .*\bREPLACED BY KeyboardInterrupt\b"
+)
 
 
 @dataclass
@@ -76,14 +82,13 @@ class Tracebacks:
 
     Attributes:
         is_full: As given.
-        without_interrupts: Whether tracebacks that Ctrl-C leads to are left out from now on.
     """
 
     def __init__(
         self, is_ending: Callable[[int], bool] = lambda rank: False, *, is_full: bool = False
     ) -> None:
         self.is_full = is_full
-        self.without_interrupts = False
+        self._interrupted: float | None = None  # when, since which what Ctrl-C leads to is left out
         self._is_ending = is_ending
         self._ending: set[int] = set()  # ranks that have said so
         self._overdue: set[int] = set()  # whose traceback was written because they took too long to exit
@@ -102,10 +107,10 @@ class Tracebacks:
             held.add(line)
             return self.release(rank) if held.size > _MAX_BYTES else []
         found = _FIRST_LINE.fullmatch(line) if line.endswith(b"\n") else None
-        if self.without_interrupts and line.startswith(_HANDLED):
+        if self._interrupted is not None and _HANDLED.match(line):
             written = self.release(rank)
             self._begin(rank, line).is_chained = True  # the traceback comes next
-        elif found is None or last.startswith(_HANDLED):
+        elif found is None or _HANDLED.match(last):
             written = [*self.other_output(rank), line]
         else:
             written = self.release(rank)
@@ -147,11 +152,22 @@ class Tracebacks:
         first, *rest = held.lines
         return [held.before + first, *rest]
 
+    def leave_out_interrupts(self) -> None:
+        """Leaves out tracebacks that begin from now on and tell of nothing but what Ctrl-C leads to."""
+        if self._interrupted is None and not self.is_full:
+            self._interrupted = time.monotonic()
+
     def _is_left_out(self, held: _Held) -> bool:
-        if not self.without_interrupts:
+        if self._interrupted is None or held.began < self._interrupted:
             return False
-        lines = held.text().splitlines()
-        return any(_INTERRUPT.search(line) for line in lines[message_of(lines) :])
+        parts: list[list[str]] = [[]]
+        for line in _PREFIX.sub("", held.text()).splitlines():
+            if line.startswith(_CHAINED_TEXT):
+                parts.append([])
+            else:
+                parts[-1].append(line)
+        # An error of the program that one of them hides would be lost.
+        return all(any(map(_INTERRUPT.match, part[message_of(part) :][:1])) for part in parts)
 
     def end_of(self, rank: int, code: int | None, *, was_told: bool = False) -> list[bytes]:
         """To be called when a rank has ended; returns what is to be written now.
@@ -163,6 +179,7 @@ class Tracebacks:
         """
         if code not in _EXIT_CODES and (code == 0 or not was_told):
             self._verbatim.add(rank)
+            self._overdue.discard(rank)  # no exception has ended it
             return self.release(rank)
         self._ended.add(rank)
         if rank in self._held:
