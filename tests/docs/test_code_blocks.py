@@ -30,6 +30,9 @@ RUN_ELSEWHERE = {
     "docs/notebooks.md": ("python/launch/test_notebook.py", "docs/notebooks.md"),
     "docs/lightning.md": ("adapters/torch_distributed/test_dist_trainers.py", 'backend="multiring"'),
     "docs/tutorial.md": ("docs/test_tutorial.py", "docs/tutorial.md"),
+    "docs/transformers.md": ("adapters/torch_distributed/test_dist_trainers.py", 'group("multiring")'),
+    "docs/keras.md": ("adapters/tensorflow/test_tensorflow_keras.py", "mt.callbacks.MetricAverage()"),
+    "docs/reference/horovod.md": ("adapters/horovod/test_horovodrun.py", "multiring.horovod.install()"),
     "docs/torch-distributed.md": ("adapters/torch_distributed/test_dist_launchers.py", 'group("multiring")'),
 }
 # Blocks that need more than ranks on this host, by page, number and the reason.

@@ -156,7 +156,7 @@ def test_the_host_of_a_rank_that_does_not_come_is_named(starter: Starter, tmp_pa
     limits = ("--env", "MULTIRING_TIMEOUT=10", "--env", "MULTIRING_STALL_WARNING=5")
     done = starter.start(*limits, script(LATE, tmp_path)).run(code=1)
     missing = f"in init for rank 2 of 3 (on {starter.blamed})"
-    assert f"{missing}, not started" in done.stderr
+    assert f"{missing}, still importing, not started" in done.stderr
     assert f"waited 10 s {missing}: it has not started" in done.stderr
 
 

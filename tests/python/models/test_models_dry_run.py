@@ -87,7 +87,9 @@ def test_a_damaged_image_is_found(
 ) -> None:
     bad = write_images(tmp_path, "cat dog", 5, 2) / "val" / "dog" / "1.png"
     bad.write_bytes(b"no image")
-    assert train.dry_run(parse(RECIPE, *QUICK, f"--data={tmp_path}", "--dry-run"), comm) == 1
+    assert (
+        train.dry_run(parse(RECIPE, *QUICK, f"--data={tmp_path}", "--global-batch=4", "--dry-run"), comm) == 1
+    )
     printed = capsys.readouterr().out
     assert f"FAIL  data     rank 0: cannot read image {bad}" in printed
     assert printed.endswith("cannot be done like this\n")
