@@ -182,7 +182,8 @@ def test_missing_ranks_are_named(torch_store: FakeTorchStore, caplog: pytest.Log
         meet(0, torch_store, timeout=2.0, stall_warning=0.1)
     (warning,) = caplog.messages
     assert re.search(
-        r"rank 0 of 4 has waited .* in multiring.init\(\) at port .* for ranks 1, 3: still importing, not started",
+        r"rank 0 of 4 has waited .* in multiring.init\(\) at port .* for ranks 1, 3: "
+        r"still importing, not started",
         warning,
     )
     assert "MULTIRING_STORE and MULTIRING_SECRET" in str(caught.value)
