@@ -102,6 +102,7 @@ class SilentNetwork final : public Network {
   Ticket post_send(int, int, std::span<const std::span<const std::byte>>) override { return ++tickets_; }
   Ticket post_receive(int, int, std::span<std::byte>) override { return ++tickets_; }
   WaitResult wait(std::span<const Ticket>, const WaitOptions&) override { return {}; }
+  WaitResult wait_any(std::span<const Ticket>, const WaitOptions&) override { return {}; }
   bool done(Ticket) const override { return false; }
   void give_up(std::span<const Ticket>) override {}
   void progress() override {}

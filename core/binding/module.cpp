@@ -16,6 +16,7 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_operation(module);
   multiring::binding::bind_plan(module);
   multiring::binding::bind_communicator(module);
+  multiring::binding::bind_probe(module);
   multiring::binding::bind_named_queue(module);
   multiring::binding::bind_connect(module);
   multiring::binding::bind_network(module);

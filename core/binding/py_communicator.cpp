@@ -66,10 +66,26 @@ void run_message(Communicator& self, PyOperation& prepared, std::int64_t tag, do
   (self.*Method)(prepared.operation, tag, call_options(timeout));
 }
 
-PyWork submit(Communicator& self, PyOperation& prepared, int priority) {
+PyWork submit(Communicator& self, PyOperation& prepared, int priority, double timeout) {
   auto views = keep_alive(std::move(prepared.views), std::move(prepared.owners));
   const GilRelease release;
-  return {self.submit(std::move(prepared.operation), priority, std::move(views))};
+  return {self.submit(std::move(prepared.operation), priority, std::move(views), timeout),
+          self.weak_from_this()};
+}
+
+void wait(const PyWork& self, double timeout) {
+  // Done or not: what it has written may be memory that the child shares with the parent.
+  if (self.process != ::getpid())
+    throw_usage(
+        "the operation belongs to the parent process: a forked child cannot wait for it, because the thread "
+        "that runs it is not there");
+  // No need to release the GIL.
+  if (self.work->done()) return self.work->wait(Deadline::never(), {});
+  const GilRelease release;
+  const Deadline deadline = timeout < 0 ? Deadline::never() : Deadline::after(timeout);
+  if (const auto communicator = self.communicator.lock())
+    return communicator->wait(*self.work, deadline, check_signals());
+  self.work->wait(deadline, check_signals());
 }
 
 /// Bytes of an array; a usage error where they cannot be counted.
@@ -140,21 +156,7 @@ void bind_work(py::module_& module) {
              "Whether work that is made from now on keeps its times.");
   py::class_<PyWork>(module, "Work", "An asynchronous operation in progress.")
       .def("done", [](const PyWork& self) { return self.work->done(); })
-      .def(
-          "wait",
-          [](const PyWork& self, double timeout) {
-            // Done or not: what it has written may be memory that the child shares with the parent.
-            if (self.process != ::getpid())
-              throw_usage(
-                  "the operation belongs to the parent process: a forked child cannot wait for it, because "
-                  "the thread that runs it is not there");
-            if (self.work->done()) {  // no need to release the GIL
-              return self.work->wait(Deadline::never(), {});
-            }
-            const GilRelease release;
-            self.work->wait(timeout < 0 ? Deadline::never() : Deadline::after(timeout), check_signals());
-          },
-          py::arg("timeout"))
+      .def("wait", &wait, py::arg("timeout"))
       .def("times", &times_of, "Made, queued, begun, ended; 0: not kept. To be called when it is done.")
       .def("result", [](const PyWork& self) { return Result(self.work->take_result()); });
 }
@@ -186,7 +188,9 @@ void bind_communicator(py::module_& module) {
            "(x, out, op, name, prescale, postscale, timeout, crossing) -> bool.\n"
            "False: an argument is not plain enough, nothing was done.")
       .def("run", &run, py::arg("operation"), py::arg("timeout"))
-      .def("submit", &submit, py::arg("operation"), py::arg("priority"))
+      .def("submit", &submit, py::arg("operation"), py::arg("priority"), py::arg("timeout"))
+      .def_property("timeout", &Communicator::timeout, &Communicator::set_timeout,
+                    "Seconds that an operation waits for other ranks where it does not say.")
       .def("send", &run_message<&Communicator::send>, py::arg("operation"), py::arg("tag"),
            py::arg("timeout"))
       .def("recv", &run_message<&Communicator::receive>, py::arg("operation"), py::arg("tag"),

@@ -5,6 +5,7 @@
 namespace multiring::binding {
 
 void bind_communicator(pybind11::module_& module);
+void bind_probe(pybind11::module_& module);
 void bind_named_queue(pybind11::module_& module);
 void bind_connect(pybind11::module_& module);
 void bind_network(pybind11::module_& module);

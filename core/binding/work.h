@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "binding/arrays/array_view.h"
+#include "engine/communicator.h"
 #include "engine/work.h"
 
 namespace multiring::binding {
@@ -13,6 +14,7 @@ namespace multiring::binding {
 /// A handle to work, for Python.
 struct PyWork {
   std::shared_ptr<Work> work;
+  std::weak_ptr<Communicator> communicator = {};  ///< that runs it; empty: a named queue's
   pid_t process = ::getpid();
 };
 

@@ -11,7 +11,7 @@ namespace {
 
 static_assert(MR_FLOAT64 == static_cast<int>(DType::kFloat64) &&
               MR_BFLOAT16 == static_cast<int>(DType::kBFloat16));
-static_assert(MR_PRODUCT == static_cast<int>(ReduceOp::kProduct));
+static_assert(MR_BITWISE_XOR == static_cast<int>(ReduceOp::kBitwiseXor));
 static_assert(MR_ALLREDUCE == static_cast<int>(OpKind::kAllreduce) &&
               MR_BARRIER == static_cast<int>(OpKind::kBarrier));  // those between are in the same order
 static_assert(MR_OUTPUT_JOINED == static_cast<int>(OpTraits::Output::kJoined));
@@ -62,7 +62,7 @@ Operation convert(const mr_operation& asked, int size) {
     refuse("unknown kind of operation " + std::to_string(asked.kind));
   if (asked.dtype < MR_BOOL || asked.dtype > MR_FLOAT64)
     refuse("unknown dtype " + std::to_string(asked.dtype));
-  if (asked.op < MR_SUM || asked.op > MR_PRODUCT) refuse("unknown reduction " + std::to_string(asked.op));
+  if (asked.op < MR_SUM || asked.op > MR_BITWISE_XOR) refuse("unknown reduction " + std::to_string(asked.op));
   if (asked.dims < 0 || asked.dims > Descriptor::kMaxDims || (asked.dims > 0 && asked.shape == nullptr))
     refuse("dims must be 0 to 8, with a shape");
   check_extent(asked, dtype_size(static_cast<DType>(asked.dtype)));

@@ -52,25 +52,25 @@ std::string advice_on_order(const Elsewhere& elsewhere, const std::vector<int>& 
 }  // namespace
 
 void Exchange::begin(const Descriptor& descriptor) {
-  ++round_;
+  round_.store(round() + 1, std::memory_order_relaxed);
   staged_ = 0;
-  auto* header = reinterpret_cast<Descriptor*>(transport_.header(rank(), round_));
+  auto* header = reinterpret_cast<Descriptor*>(transport_.header(rank(), round()));
   *header = descriptor;
-  header->round = round_;
+  header->round = round();
 }
 
 void Exchange::synchronise(const OperationCall& call) {
-  transport_.arrive(round_, staged_);
-  const WaitResult result = transport_.await_all(round_, call.waiting);
+  transport_.arrive(round(), staged_);
+  const WaitResult result = transport_.await_all(round(), call.waiting);
   if (!result.ok()) throw_for(call, result);
 }
 
 void Exchange::synchronise_again(const OperationCall& call) {
-  transport_.arrive(round_, staged_);
+  transport_.arrive(round(), staged_);
   call.waiting.deadline.start();  // or only the copy's clock would run, anew each time
   WaitOptions waiting = call.waiting;
   waiting.brief = true;
-  const WaitResult result = transport_.await_all(round_, waiting);
+  const WaitResult result = transport_.await_all(round(), waiting);
   if (!result.ok()) throw_for(call, result);
 }
 
@@ -187,6 +187,25 @@ void Exchange::throw_for_peer(const OperationCall& call, const WaitResult& resul
       context(call, peer));
 }
 
+void Exchange::throw_for_any(const OperationCall& call, const WaitResult& result,
+                             const AnySource& any) const {
+  const bool timeout = result.outcome == WaitResult::Outcome::kTimeout;
+  if (any.sources().size() == 1 && timeout) throw_for_peer(call, result, any.sources().front());
+  const std::string names = names_of(any.sources());
+  if (timeout)
+    throw Error(
+        ErrorKind::kTimeout,
+        where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) +
+            " for a message of any of " + names +
+            ", none of which has sent one. MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
+        context(call, -1));
+  if (any.sources().size() == 1 || !any.all_left()) throw_for(call, result);
+  throw Error(ErrorKind::kPeerLost,
+              where(call) + ", waited for a message of any of " + names +
+                  ", and all of them have left: none can come. Look at the output of those ranks.",
+              context(call, result.peer));
+}
+
 void Exchange::throw_in_progress(const OperationCall& call, const WaitResult& result, int peer) const {
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
   const std::string late = peer < 0 ? "other ranks"
@@ -201,9 +220,8 @@ void Exchange::throw_in_progress(const OperationCall& call, const WaitResult& re
       context(call, peer));
 }
 
-std::string Exchange::describe_wait(const OperationCall& call, double waited) const {
-  const Stragglers absent = missing();
-  std::string text = where(call) + ", has waited " + seconds_text(waited);
+std::string Exchange::describe_missing(const Stragglers& absent) const {
+  std::string text;
   if (!absent.late.empty())
     text += " for " + missing_list(absent, transport_);
   else if (!absent.forwarding.empty())
@@ -211,8 +229,14 @@ std::string Exchange::describe_wait(const OperationCall& call, double waited) co
   constexpr std::size_t kMaxListed = 4;
   for (std::size_t i = 0; i < std::min(absent.late.size(), kMaxListed); ++i)
     text += "; " + last_operation_text(absent.late[i], ") was last in ");
+  return text;
+}
+
+std::string Exchange::describe_wait(const OperationCall& call, double waited) const {
+  const Stragglers absent = missing();
   const std::string advice = advice_on_order(elsewhere_, absent.late);
-  return text + (advice.empty() ? "" : ". " + advice) + kHowToSilence;
+  return where(call) + ", has waited " + seconds_text(waited) + describe_missing(absent) +
+         (advice.empty() ? "" : ". " + advice) + kHowToSilence;
 }
 
 void Exchange::throw_timeout(const OperationCall& call) const {
@@ -220,7 +244,7 @@ void Exchange::throw_timeout(const OperationCall& call) const {
   if (absent.late.empty()) throw_not_forwarded(call, absent);
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
-    if (transport_.has_reached(peer, round_)) came.push_back(peer);
+    if (transport_.has_reached(peer, round())) came.push_back(peer);
   std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
                      missing_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
   for (const int peer : absent.late) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -41,7 +42,7 @@ class MULTIRING_API Exchange {
   int rank() const { return transport_.rank(); }
   int size() const { return transport_.size(); }
   Transport& transport() const { return transport_; }
-  std::uint64_t round() const { return round_; }
+  std::uint64_t round() const { return round_.load(std::memory_order_relaxed); }
   PlanCache& plans() { return plans_; }
   const PlanCache& plans() const { return plans_; }
 
@@ -76,9 +77,9 @@ class MULTIRING_API Exchange {
   void synchronise(const OperationCall& call);
 
   /// Staging memory and descriptor of a rank in the current round.
-  std::byte* staging(int rank) const { return transport_.staging(rank, round_); }
+  std::byte* staging(int rank) const { return transport_.staging(rank, round()); }
   const Descriptor& descriptor(int rank) const {
-    return *reinterpret_cast<const Descriptor*>(transport_.header(rank, round_));
+    return *reinterpret_cast<const Descriptor*>(transport_.header(rank, round()));
   }
   [[noreturn]] void throw_mismatch(const OperationCall& call) const;
   /// The same where this rank alone knows. `peer`: with which it does not agree; negative: none.
@@ -88,6 +89,9 @@ class MULTIRING_API Exchange {
 
   /// Turns a wait on one peer (a mailbox) that failed into an error.
   [[noreturn]] void throw_for_peer(const OperationCall& call, const WaitResult& result, int peer) const;
+  /// Turns a wait on a mailbox of any of several ranks that failed into an error.
+  [[noreturn]] void throw_for_any(const OperationCall& call, const WaitResult& result,
+                                  const AnySource& any) const;
   /// The same in the middle of an operation that all ranks are in. `peer`: negative if unknown.
   [[noreturn]] void throw_in_progress(const OperationCall& call, const WaitResult& result, int peer) const;
   /// Turns a wait of this operation that failed into an error.
@@ -99,8 +103,11 @@ class MULTIRING_API Exchange {
   [[noreturn]] void throw_usage_of(const OperationCall& call, const std::string& what) const;
   /// Raises the error that a peer reported, if there is one.
   void throw_if_aborted(const OperationCall& call) const;
-  /// The ranks that this one waits for in the current round, and the same as text for a warning.
-  Stragglers missing() const { return transport_.stragglers(round_); }
+  /// The ranks that this one waits for in the current round. Any thread.
+  Stragglers missing() const { return transport_.stragglers(round()); }
+  /// " for rank 1; rank 1 (process 12) was last in init", or what else `absent` are; empty: there are none.
+  std::string describe_missing(const Stragglers& absent) const;
+  /// The same as text for a warning.
   std::string describe_wait(const OperationCall& call, double waited) const;
   /// "rank 0 on host: send ... on communicator 'world'", as errors and warnings begin.
   std::string where(const OperationCall& call) const;
@@ -128,7 +135,7 @@ class MULTIRING_API Exchange {
 
   Transport& transport_;
   std::string communicator_;
-  std::uint64_t round_ = 0;
+  std::atomic<std::uint64_t> round_{0};  // written by the thread that drives, relaxed; others only report it
   std::size_t staged_ = 0;
   PlanCache plans_;
   Elsewhere elsewhere_;

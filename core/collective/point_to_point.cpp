@@ -19,8 +19,10 @@ struct PointToPoint::Envelope {
 /// like any call.
 class PointToPoint::MailboxLock : Immovable {
  public:
-  MailboxLock(const Exchange& exchange, MailboxState& mailbox, const OperationCall& call, int peer)
-      : mailbox_(mailbox) {
+  /// `probing`: how many threads probe for what comes into the mailbox; null: it is for what is sent.
+  MailboxLock(const Exchange& exchange, MailboxState& mailbox, const OperationCall& call, int peer,
+              const std::atomic<int>* probing)
+      : transport_(exchange.transport()), mailbox_(mailbox), probing_(probing) {
     constexpr std::chrono::milliseconds kTick(50);
     std::unique_lock lock(mailbox.mutex);
     // A signal handler that interrupts a call of its own thread would wait for itself.
@@ -41,18 +43,25 @@ class PointToPoint::MailboxLock : Immovable {
       lock.lock();
     }
     mailbox.busy = true;
+    mailbox.told = false;
     mailbox.owner = std::this_thread::get_id();
   }
   ~MailboxLock() {
+    bool probed = false;
     {
       const std::lock_guard lock(mailbox_.mutex);
       mailbox_.busy = false;
+      // Under the lock: a probe that counts itself later finds the mailbox idle.
+      probed = probing_ != nullptr && probing_->load(std::memory_order_relaxed) > 0;
     }
     mailbox_.idle.notify_one();
+    if (probed) transport_.wake();
   }
 
  private:
+  Transport& transport_;
   MailboxState& mailbox_;
+  const std::atomic<int>* const probing_;
 };
 
 PointToPoint::PointToPoint(Exchange& exchange)
@@ -66,7 +75,7 @@ void PointToPoint::send(const OperationCall& call, const Operation& operation, s
   Transport& transport = exchange_.transport();
   const int destination = operation.descriptor.key.root;
   MailboxState& mailbox = sent_[static_cast<std::size_t>(destination)];
-  const MailboxLock mailbox_lock(exchange_, mailbox, call, destination);
+  const MailboxLock mailbox_lock(exchange_, mailbox, call, destination, nullptr);
   const std::size_t chunk_bytes = transport.mailbox_chunk_bytes();
   const std::size_t segments =
       std::max<std::size_t>(1, segment_count(operation.descriptor.bytes, chunk_bytes));
@@ -110,11 +119,53 @@ std::string PointToPoint::describe_mutual_send(int peer) {
   return "It sends to this rank as well, and no thread of this rank receives: let one of them receive first.";
 }
 
+std::optional<MessageInfo> PointToPoint::probe(const OperationCall& call, const ProbeRequest& request) {
+  struct Counted {
+    std::atomic<int>& count;
+    explicit Counted(std::atomic<int>& c) : count(c) { count.fetch_add(1, std::memory_order_relaxed); }
+    ~Counted() { count.fetch_sub(1, std::memory_order_relaxed); }
+  } const counted(probing_);
+  // Relaxed: only that no source is always the last.
+  const std::size_t first = first_source_.fetch_add(1, std::memory_order_relaxed);
+  std::optional<MessageInfo> found;
+  const auto ready = [&] {
+    if (request.stopped != nullptr && request.stopped->load(std::memory_order_seq_cst)) return true;
+    for (std::size_t at = 0; at < request.sources.size() && !found; ++at)
+      found = next_message(call, request.sources[(first + at) % request.sources.size()]);
+    return found.has_value();
+  };
+  AnySource any(request.sources, request.needed, ready, [this](int source) { return is_silent(source); });
+  const WaitResult result = exchange_.transport().await_any(any, call.waiting);
+  if (!result.ok()) exchange_.throw_for_any(call, result, any);
+  return found;
+}
+
+std::optional<MessageInfo> PointToPoint::next_message(const OperationCall& call, int source) {
+  const Transport& transport = exchange_.transport();
+  MailboxState& mailbox = received_[static_cast<std::size_t>(source)];
+  const std::lock_guard lock(mailbox.mutex);
+  const std::uint64_t chunk = mailbox.chunks + 1;
+  if (mailbox.busy || mailbox.told || !transport.has_written(source, chunk)) return std::nullopt;
+  Envelope envelope;
+  std::memcpy(static_cast<void*>(&envelope), transport.mailbox_header(source, exchange_.rank(), chunk),
+              sizeof envelope);
+  const Descriptor& sent = envelope.descriptor;
+  if (!is_plausible(sent) || !is_whole_array(sent)) exchange_.throw_corrupt(call, source);
+  mailbox.told = true;
+  return MessageInfo{source, envelope.tag, sent.dtype, {sent.shape.begin(), sent.shape.begin() + sent.dims}};
+}
+
+bool PointToPoint::is_silent(int source) {
+  MailboxState& mailbox = received_[static_cast<std::size_t>(source)];
+  const std::lock_guard lock(mailbox.mutex);
+  return !mailbox.busy && !exchange_.transport().has_written(source, mailbox.chunks + 1);
+}
+
 void PointToPoint::receive(const OperationCall& call, Operation& operation, std::int64_t tag) {
   Transport& transport = exchange_.transport();
   const int source = operation.descriptor.key.root;
   MailboxState& mailbox = received_[static_cast<std::size_t>(source)];
-  const MailboxLock mailbox_lock(exchange_, mailbox, call, source);
+  const MailboxLock mailbox_lock(exchange_, mailbox, call, source, &probing_);
   std::size_t segments = 1;
   for (std::size_t segment = 0; segment < segments; ++segment) {
     const std::uint64_t chunk = ++mailbox.chunks;

@@ -1,8 +1,11 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -12,6 +15,22 @@
 #include "collective/operation.h"
 
 namespace multiring {
+
+/// What is known of a message before it is received.
+struct MessageInfo {
+  int source = -1;
+  std::int64_t tag = 0;
+  DType dtype = DType::kUInt8;
+  std::vector<std::uint64_t> shape;
+};
+
+/// Whose messages are waited for.
+struct ProbeRequest {
+  std::vector<int> sources;  ///< empty: all that can send to this rank
+  std::vector<int> needed;   ///< those of them whose leaving is an error though others may send (AnySource)
+  /// Ends the wait when set, with Transport::wake. May be null.
+  const std::atomic<bool>* stopped = nullptr;
+};
 
 /// Messages between two ranks, through the mailbox of the pair. Messages of a pair arrive in the order in
 /// which they were sent; the tag is compared, not searched for. A send returns when at most the last two
@@ -25,6 +44,9 @@ class PointToPoint {
   /// While a send to `peer` waits: the reason for a deadlock, where `peer` sends to this rank as well and no
   /// thread of this rank receives from it; else empty.
   std::string describe_mutual_send(int peer);
+  /// Waits for a message that can be received, and tells what it is; of several, those of all sources get
+  /// their turn. Each is told once: until it is received, its source is passed over. Empty: stopped.
+  std::optional<MessageInfo> probe(const OperationCall& call, const ProbeRequest& request);
   /// key.root is the source. With `operation.output` null takes dtype and shape from the message and
   /// allocates the result, else raises a mismatch error unless dtype and count are as expected.
   void receive(const OperationCall& call, Operation& operation, std::int64_t tag);
@@ -33,21 +55,26 @@ class PointToPoint {
   struct Envelope;
   /// One direction of a pair's mailbox: one message at a time.
   struct MailboxState {
-    std::mutex mutex;  // guards busy; no other lock is taken while it is held
+    std::mutex mutex;  // guards busy and told; no other lock is taken while it is held
     std::condition_variable idle;
     bool busy = false;
+    bool told = false;  // a probe has told of the next message
     std::thread::id owner;
     std::uint64_t chunks = 0;  // of the thread that made it busy
   };
   class MailboxLock;
 
   [[noreturn]] void throw_unsent(const OperationCall& call, const WaitResult& result, int destination);
+  std::optional<MessageInfo> next_message(const OperationCall& call, int source);
+  bool is_silent(int source);
   void accept(const OperationCall& call, Operation& operation, const Envelope& envelope,
               std::int64_t tag) const;
 
   Exchange& exchange_;
   std::vector<MailboxState> sent_;
   std::vector<MailboxState> received_;
+  std::atomic<int> probing_{0};               // threads
+  std::atomic<std::size_t> first_source_{0};  // of the next probe
 };
 
 }  // namespace multiring

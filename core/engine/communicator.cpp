@@ -30,6 +30,7 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       exchange_(*transport_, options_.name),
       point_to_point_(exchange_),
       symmetric_(transport_->rank()),
+      timeout_(options_.timeout),
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
   warn_of_rings();
@@ -255,7 +256,7 @@ void Communicator::dispatch_fused(const OperationCall& call, std::span<Operation
 OperationCall Communicator::make_call(const Descriptor& descriptor, const CallOptions& options,
                                       std::function<void(double)>& stalled) {
   OperationCall call{descriptor, {}};
-  call.waiting.deadline = Deadline::from_first_use(options.timeout >= 0 ? options.timeout : options_.timeout);
+  call.waiting.deadline = Deadline::from_first_use(options.timeout >= 0 ? options.timeout : timeout());
   call.waiting.interrupt = options.interrupt;
   call.waiting.cancelled = &closing_;
   if (options_.warn && options_.stall_warning > 0) {
@@ -298,10 +299,10 @@ void Communicator::prepare(Operation& operation) {
 }
 
 std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
-                                           std::shared_ptr<void> keep_alive) {
+                                           std::shared_ptr<void> keep_alive, double timeout) {
   prepare(operation);
   const QueuedWork queued{std::make_shared<Work>(std::move(operation), std::move(keep_alive), error_seen_),
-                          priority};
+                          priority, timeout};
   enqueue({&queued, 1});
   return queued.work;
 }
@@ -313,8 +314,9 @@ void Communicator::enqueue(std::span<const QueuedWork> queued) {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
     start_progress();
-    for (const auto& [work, priority] : queued) {
+    for (const auto& [work, priority, timeout] : queued) {
       work->priority_ = priority;
+      work->timeout_ = timeout;
       work->index_ = work->running().descriptor.key.sequence = ++submitted_;
       work->note(&Work::Times::queued, now);
       queue_.push_back(work);
@@ -327,14 +329,7 @@ template <class Body>
 void Communicator::run_point_to_point(Operation& operation, const CallOptions& options, const Body& body) {
   throw_if_abandoned();
   validate(operation, rank(), size(), name());
-  if (operation.descriptor.key.root == rank())
-    throw_usage(operation, "a rank cannot send to or receive from itself");
-  if (const int peer = operation.descriptor.key.root;
-      !transport_->fully_linked() && !transport_->has_link(rank(), peer))
-    throw_usage(operation, "its host " + transport_->host(peer) + " is no neighbour of " +
-                               transport_->host(rank()) +
-                               " (MULTIRING_HOST_LINKS): pass the message on from rank to rank, or use a "
-                               "collective");
+  require_peer(operation, operation.descriptor.key.root);
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
@@ -342,7 +337,7 @@ void Communicator::run_point_to_point(Operation& operation, const CallOptions& o
   if (operation.on_devices != nullptr) take_from_devices(operation);
   std::function<void(double)> stalled;
   OperationCall call = make_call(operation.descriptor, options, stalled);
-  if (options.timeout > options_.timeout) call.waiting.stalled = nullptr;  // who says so expects to wait
+  if (options.timeout > timeout()) call.waiting.stalled = nullptr;  // who says so expects to wait
   stalled = [&](double waited) {
     const int peer = operation.descriptor.key.root;
     const std::string mutual_send = operation.descriptor.key.kind == OpKind::kSend

@@ -36,6 +36,7 @@ struct CallOptions {
 struct QueuedWork {
   std::shared_ptr<Work> work;
   int priority = 0;
+  double timeout = -1.0;  ///< seconds from when it begins; negative: the communicator's default
 };
 
 /// Of the settings, groups that are split off choose `mode` and `tuning` themselves.
@@ -78,7 +79,13 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   }
   /// Process id of a rank, for messages.
   std::int64_t process_id(int rank) const { return transport_->process_id(rank); }
+  /// As it was made with; `timeout()` may be another one since.
   const CommunicatorOptions& options() const { return options_; }
+  /// Seconds that operations wait for other ranks where their call does not say.
+  double timeout() const { return timeout_.load(std::memory_order_relaxed); }
+  /// The same for all operations that begin from now on, those that are queued among them, and of groups that
+  /// are split off later. Each rank has its own.
+  void set_timeout(double seconds);
   /// The ranks that an operation of this rank in progress still waits for. To be called by the thread that
   /// runs it (in CallOptions::interrupt).
   Stragglers waited_for() const { return exchange_.missing(); }
@@ -100,13 +107,22 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Runs a collective in this thread.
   void run(Operation& operation, const CallOptions& call);
   /// Queues a collective. `keep_alive` is held until the work is destroyed.
-  std::shared_ptr<Work> submit(Operation operation, int priority, std::shared_ptr<void> keep_alive);
+  /// `timeout`: see QueuedWork.
+  std::shared_ptr<Work> submit(Operation operation, int priority, std::shared_ptr<void> keep_alive,
+                               double timeout = -1.0);
+  /// Work::wait, for work of this communicator: a timeout error names the ranks that are waited for.
+  void wait(Work& work, const Deadline& deadline, const std::function<void()>& interrupt) const;
   /// Checks and completes an operation to be queued; raises what is wrong with it.
   void prepare(Operation& operation);
   /// Queues work of prepared operations, all or (where it raises) none.
   void enqueue(std::span<const QueuedWork> queued);
   void send(Operation& operation, std::int64_t tag, const CallOptions& call);
   void receive(Operation& operation, std::int64_t tag, const CallOptions& call);
+  /// Waits for a message of one of `request.sources`, which a receive of this rank then gets at once. Empty:
+  /// `request.stopped` was set. Runs beside other operations. When the time is up nothing is broken.
+  std::optional<MessageInfo> probe(ProbeRequest request, const CallOptions& call);
+  /// Lets waits of this rank look whether they are stopped.
+  void wake() { transport_->wake(); }
 
   /// Splits into groups of equal color, ranked by key, then by rank. Collective. Negative color: null.
   std::shared_ptr<Communicator> split(std::int64_t color, std::int64_t key, const CallOptions& call);
@@ -197,6 +213,9 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   bool is_running(const std::shared_ptr<Work>& work) const;  // with mutex_ held
   void throw_if_unusable() const;
   void throw_if_abandoned() const;
+  std::string explain_wait(const Work& work, ErrorContext& context) const;
+  double timeout_of(const std::vector<std::shared_ptr<Work>>& chosen) const;
+  void require_peer(const Operation& operation, int peer) const;
   template <class Body>
   void run_point_to_point(Operation& operation, const CallOptions& options, const Body& body);
 
@@ -205,6 +224,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   Exchange exchange_;  // for the holder of the OperationLock
   PointToPoint point_to_point_;
   SymmetricRegistry symmetric_;
+  std::atomic<double> timeout_;
   std::atomic<bool> closing_{false};
   std::atomic<bool> abandoned_{false};
   const ErrorSeen error_seen_ = std::make_shared<std::atomic<bool>>(false);  // of first_error_

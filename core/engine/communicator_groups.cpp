@@ -74,6 +74,7 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
   });
   CommunicatorOptions child_options = options_;
   child_options.tuning = this->tuning();
+  child_options.timeout = timeout();
   child_options.name =
       name() + "/" + (purpose.empty() ? std::to_string(splits_) + "." + std::to_string(color) : purpose);
   std::vector<int> own(static_cast<std::size_t>(size()));

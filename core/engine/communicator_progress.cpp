@@ -80,7 +80,7 @@ void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, 
   if (chosen.size() == 1) {
     Operation& operation = chosen[0]->running();
     operation.descriptor.submitted = submitted;
-    const OperationCall call = make_call(operation.descriptor, {}, stalled);
+    const OperationCall call = make_call(operation.descriptor, {timeout_of(chosen)}, stalled);
     exchange_.throw_if_aborted(call);
     return dispatch(call, operation);
   }
@@ -88,9 +88,17 @@ void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, 
   for (const auto& work : chosen) operations.push_back(&work->running());
   Descriptor fused = fused_descriptor(operations);
   fused.submitted = submitted;
-  const OperationCall call = make_call(fused, {}, stalled);
+  const OperationCall call = make_call(fused, {timeout_of(chosen)}, stalled);
   exchange_.throw_if_aborted(call);
   dispatch_fused(call, operations);
+}
+
+/// Work that runs together waits as long as the most patient of it.
+double Communicator::timeout_of(const std::vector<std::shared_ptr<Work>>& chosen) const {
+  double longest = 0.0;
+  for (const auto& work : chosen)
+    longest = std::max(longest, work->timeout_ >= 0 ? work->timeout_ : timeout());
+  return longest;
 }
 
 void Communicator::remove_finished(const std::vector<std::shared_ptr<Work>>& chosen) {

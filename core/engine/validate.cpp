@@ -60,6 +60,9 @@ void validate(const Operation& operation, int rank, int size, const std::string&
   const bool scales = descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0;
   if (traits.reduces && scales && descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool cannot be scaled");
+  if (traits.reduces && is_bitwise(descriptor.key.op) && (scales || is_floating(descriptor.dtype)))
+    throw_usage(operation, scales ? "a bitwise reduction cannot be scaled"
+                                  : "a bitwise reduction takes integers or bool");
   if (is_rounded(descriptor.key.comm_dtype) && !has_comm_dtype(descriptor))
     throw_usage(operation, "only an allreduce of float32 can be sent as another dtype between hosts");
   if (descriptor.key.order == Order::kAny && !traits.reduces)

@@ -9,7 +9,7 @@ namespace multiring {
 
 std::atomic<bool> Work::keeps_times_{false};
 
-void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt) {
+void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt, const Explain& explain) {
   constexpr double kTick = 0.05;
   while (!done()) {
     futex_wait(state_, kPending, std::min(kTick, deadline.remaining()));
@@ -20,10 +20,11 @@ void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt
       context.operation = traits_of(operation_.descriptor).name;
       context.tensor = operation_.descriptor.name_view();
       context.elapsed = deadline.elapsed();
+      const std::string cause = explain ? explain(context) : std::string();
       throw Error(ErrorKind::kTimeout,
                   describe(operation_.descriptor) + " was not complete after " +
-                      std::to_string(deadline.allowed()) +
-                      " s of waiting; it goes on, wait again or give more time",
+                      std::to_string(deadline.allowed()) + " s of waiting" + cause +
+                      "; it goes on, wait again or give more time",
                   context);
     }
   }

@@ -49,8 +49,11 @@ class MULTIRING_API Work {
   static void keep_times(bool kept) { keeps_times_.store(kept, std::memory_order_relaxed); }
 
   bool done() const { return state_.load(std::memory_order_acquire) != kPending; }
-  /// Returns when the operation is complete; raises its error, or a timeout error (the operation goes on).
-  void wait(const Deadline& deadline, const std::function<void()>& interrupt);
+  /// Adds to the timeout error of a wait what is known of its cause.
+  using Explain = std::function<std::string(ErrorContext& context)>;
+  /// Returns when the operation is complete; raises its error, or a timeout error (the operation goes on),
+  /// which names the ranks that are late where Communicator::wait is called instead.
+  void wait(const Deadline& deadline, const std::function<void()>& interrupt, const Explain& explain = {});
 
   const Operation& operation() const { return operation_; }
   int priority() const { return priority_; }
@@ -82,6 +85,7 @@ class MULTIRING_API Work {
 
   Operation operation_;
   int priority_ = 0;         // written when it is queued
+  double timeout_ = -1.0;    // likewise
   std::uint64_t index_ = 0;  // likewise
   std::shared_ptr<void> keep_alive_;
   const ErrorSeen error_seen_;

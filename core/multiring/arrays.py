@@ -25,6 +25,7 @@ __all__ = [
     "into",
     "like",
     "multiply",
+    "set_arrays",
     "target_for",
     "without_gradient",
 ]
@@ -210,3 +211,12 @@ def like(x: Array, result: _core.Result) -> Array:
     # Where an extension dtype such as bfloat16 came in, NumPy itself has no name for it.
     dtype = getattr(x, "dtype", None)
     return array.view(dtype) if result.dtype == "bfloat16" and isinstance(dtype, np.dtype) else array
+
+
+def set_arrays(operation: _core.Operation, x: Array, out: Array | None) -> Callable[[Any], Array]:
+    """Sets input and output of an operation whose result is as large as its input."""
+    source = contiguous(as_array(x))
+    target = empty_like(source) if out is None else target_for(out)
+    operation.set_input(source)
+    operation.set_output(target)
+    return into(out, target)

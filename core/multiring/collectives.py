@@ -17,6 +17,7 @@ from multiring.arrays import (
     empty_like,
     into,
     like,
+    set_arrays,
     target_for,
     without_gradient,
 )
@@ -29,10 +30,10 @@ from multiring.reductions import (
     native_reduction,
     reduce_op,
 )
-from multiring.types import Array, OrderName, ReduceOpName
+from multiring.types import Array, OrderName, QueueKeywords, ReduceOpName
 from multiring.work import Work, seconds
 
-__all__ = ["Collectives", "Finish", "set_arrays"]
+__all__ = ["Collectives", "Finish"]
 
 Finish = Callable[[native.Operation | native.Work], Any]
 
@@ -72,7 +73,8 @@ class Collectives:
 
         Args:
             x: Array of any shape, the same number of elements and dtype on all ranks.
-            op: "sum", "average" (true division; integers truncate toward zero), "min", "max" or "product".
+            op: "sum", "average" (true division; integers truncate toward zero), "min", "max" or "product"; of
+                integers and bool, without scale factors, "bitwise_and", "bitwise_or" or "bitwise_xor".
             out: Array for the result, of the same dtype and number of elements; may be `x` itself. A new one
                 of the kind of `x` if None.
             name: Name in messages; has to be the same on all ranks.
@@ -116,14 +118,16 @@ class Collectives:
         prescale: float = 1.0,
         postscale: float = 1.0,
         priority: int = 0,
+        timeout: float | None = None,
         **crossing: Unpack[CrossingKeywords],
     ) -> Work:
         """Like `allreduce`, without waiting. Of the operations that all ranks have submitted, those of higher
-        `priority` run first; small ones run together, unless they may add in any order."""
+        `priority` run first; small ones run together, unless they may add in any order. `timeout` counts from
+        when the operation begins; of those that run together, the longest holds."""
         check_crossing(Collectives.allreduce_async, crossing)
         operation = self._operation("ALLREDUCE", name)
         operation.set_reduction(*native_reduction(op, prescale, postscale, **crossing))
-        return self._submit(operation, set_arrays(operation, x, out), priority)
+        return self._submit(operation, set_arrays(operation, x, out), priority, timeout)
 
     def allreduce_pieces_async(
         self,
@@ -181,12 +185,12 @@ class Collectives:
         name: str | None = None,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        priority: int = 0,
         order: OrderName | None = None,
+        **queued: Unpack[QueueKeywords],
     ) -> Work:
         """Like `reduce_scatter`, without waiting."""
         reduction = native_reduction(op, prescale, postscale, order=order)
-        return self._submit(*self._reduce_scatter(x, out, name, reduction), priority)
+        return self._submit(*self._reduce_scatter(x, out, name, reduction), **queued)
 
     def _reduce_scatter(
         self, x: Array, out: Array | None, name: str | None, reduction: NativeReduction
@@ -213,10 +217,10 @@ class Collectives:
         return self._run(*self._allgather(x, out, name), timeout)
 
     def allgather_async(
-        self, x: Array, out: Array | None = None, name: str | None = None, priority: int = 0
+        self, x: Array, out: Array | None = None, name: str | None = None, **queued: Unpack[QueueKeywords]
     ) -> Work:
         """Like `allgather`, without waiting."""
-        return self._submit(*self._allgather(x, out, name), priority)
+        return self._submit(*self._allgather(x, out, name), **queued)
 
     def _allgather(self, x: Array, out: Array | None, name: str | None) -> tuple[native.Operation, Finish]:
         operation = self._operation("ALLGATHER", name)
@@ -245,10 +249,15 @@ class Collectives:
         return self._run(*self._broadcast(x, root, out, name), timeout)
 
     def broadcast_async(
-        self, x: Array, root: int = 0, out: Array | None = None, name: str | None = None, priority: int = 0
+        self,
+        x: Array,
+        root: int = 0,
+        out: Array | None = None,
+        name: str | None = None,
+        **queued: Unpack[QueueKeywords],
     ) -> Work:
         """Like `broadcast`, without waiting."""
-        return self._submit(*self._broadcast(x, root, out, name), priority)
+        return self._submit(*self._broadcast(x, root, out, name), **queued)
 
     def _broadcast(
         self, x: Array, root: int, out: Array | None, name: str | None
@@ -279,10 +288,14 @@ class Collectives:
         return self._run(*self._alltoall(x, splits, name), timeout)
 
     def alltoall_async(
-        self, x: Array, splits: Sequence[int] | None = None, name: str | None = None, priority: int = 0
+        self,
+        x: Array,
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        **queued: Unpack[QueueKeywords],
     ) -> Work:
         """Like `alltoall`, without waiting."""
-        return self._submit(*self._alltoall(x, splits, name), priority)
+        return self._submit(*self._alltoall(x, splits, name), **queued)
 
     def _alltoall(
         self, x: Array, splits: Sequence[int] | None, name: str | None
@@ -313,9 +326,11 @@ class Collectives:
         """Like `allgather`, but rank `root` alone gets the result; the others get None."""
         return self._run(*self._gather(x, root, name), timeout)
 
-    def gather_async(self, x: Array, root: int = 0, name: str | None = None, priority: int = 0) -> Work:
+    def gather_async(
+        self, x: Array, root: int = 0, name: str | None = None, **queued: Unpack[QueueKeywords]
+    ) -> Work:
         """Like `gather`, without waiting."""
-        return self._submit(*self._gather(x, root, name), priority)
+        return self._submit(*self._gather(x, root, name), **queued)
 
     def _gather(self, x: Array, root: int, name: str | None) -> tuple[native.Operation, Finish]:
         operation = self._operation("GATHER", name, root)
@@ -339,10 +354,10 @@ class Collectives:
         return self._run(*self._scatter(x, root, name), timeout)
 
     def scatter_async(
-        self, x: Array | None, root: int = 0, name: str | None = None, priority: int = 0
+        self, x: Array | None, root: int = 0, name: str | None = None, **queued: Unpack[QueueKeywords]
     ) -> Work:
         """Like `scatter`, without waiting."""
-        return self._submit(*self._scatter(x, root, name), priority)
+        return self._submit(*self._scatter(x, root, name), **queued)
 
     def _scatter(self, x: Array | None, root: int, name: str | None) -> tuple[native.Operation, Finish]:
         operation = self._operation("SCATTER", name, root)
@@ -357,9 +372,9 @@ class Collectives:
         """Returns when all ranks have called it."""
         self._core.run(self._operation("BARRIER", None), seconds(timeout))
 
-    def barrier_async(self, priority: int = 0) -> Work:
+    def barrier_async(self, **queued: Unpack[QueueKeywords]) -> Work:
         """Like `barrier`, without waiting."""
-        return self._submit(self._operation("BARRIER", None), lambda done: None, priority)
+        return self._submit(self._operation("BARRIER", None), lambda done: None, **queued)
 
     # Shared by the collectives.
 
@@ -380,14 +395,7 @@ class Collectives:
         self._core.run(operation, seconds(timeout))
         return finish(operation)
 
-    def _submit(self, operation: native.Operation, finish: Finish, priority: int) -> Work:
-        return Work(self._core.submit(operation, priority), finish, self)
-
-
-def set_arrays(operation: native.Operation, x: Array, out: Array | None) -> Finish:
-    """Sets input and output of an operation whose result is as large as its input."""
-    source = contiguous(as_array(x))
-    target = empty_like(source) if out is None else target_for(out)
-    operation.set_input(source)
-    operation.set_output(target)
-    return into(out, target)
+    def _submit(
+        self, operation: native.Operation, finish: Finish, priority: int = 0, timeout: float | None = None
+    ) -> Work:
+        return Work(self._core.submit(operation, priority, seconds(timeout)), finish, self)

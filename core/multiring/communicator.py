@@ -15,6 +15,7 @@ from multiring import _core
 from multiring.arrays import as_array, contiguous, into, target_for
 from multiring.collectives import Collectives
 from multiring.errors import MultiringError, UsageError
+from multiring.messages import Message, Probe
 from multiring.named_queue import NamedQueue
 from multiring.objects import pickled, receive_object, send_object, unpickled
 from multiring.reductions import comm_dtype_name
@@ -93,6 +94,17 @@ class Communicator(Collectives):
         """The `comm_dtype` of allreduces that do not say (MULTIRING_COMM_DTYPE)."""
         return comm_dtype_name(self._core.comm_dtype)
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that an operation waits for other ranks where it does not say (MULTIRING_TIMEOUT). Can be
+        set, on each rank by itself: for all operations that begin later, and groups that are split off later.
+        """
+        return self._core.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        self._core.timeout = timeout
+
     def __repr__(self) -> str:
         return f"<multiring.Communicator {self.name!r} rank {self.rank} of {self.size}>"
 
@@ -127,6 +139,27 @@ class Communicator(Collectives):
         operation.set_output(target)
         self._core.recv(operation, tag, seconds(timeout))
         return into(out, target)(operation)
+
+    def probe(self, src: int | None = None, timeout: float | None = None) -> Message:
+        """Waits for a message without receiving it, and tells what it is; `recv` then gets it at once.
+
+            message = comm.probe()  # of any rank
+            array = comm.recv(message.source, tag=message.tag)
+
+        Each message is told once. Of several ranks that have sent, each gets its turn.
+
+        Args:
+            src: Rank that sends; None: any. Then a rank that dies is an error, for the message may be its
+                own, and one that leaves is none as long as another can send.
+            timeout: Seconds to wait for the message.
+
+        Raises:
+            TimeoutError: None has come. Nothing is broken: call it again.
+        """
+        asked = [] if src is None else [src]
+        found = Probe(self).wait(asked, asked, timeout)
+        assert found is not None  # nobody stops it
+        return found
 
     # Objects.
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Required, Unpack
 
 from multiring import _core
-from multiring.collectives import Collectives, Finish, set_arrays
+from multiring.arrays import set_arrays
+from multiring.collectives import Collectives, Finish
 from multiring.reductions import ReductionKeywords, explain_arguments, native_reduction
 from multiring.types import Array
 from multiring.work import Work

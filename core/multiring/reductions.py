@@ -81,6 +81,9 @@ _OPS = {
     "min": native.ReduceOp.MIN,
     "max": native.ReduceOp.MAX,
     "product": native.ReduceOp.PRODUCT,
+    "bitwise_and": native.ReduceOp.BITWISE_AND,
+    "bitwise_or": native.ReduceOp.BITWISE_OR,
+    "bitwise_xor": native.ReduceOp.BITWISE_XOR,
 }
 
 _COMM_DTYPES: dict[CommDtypeName, native.CommDtype] = {

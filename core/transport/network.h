@@ -79,6 +79,8 @@ class MULTIRING_API Network {
   /// Waits until all messages of `tickets` are done, and releases the tickets. A send is done when its memory
   /// may be changed, not when the peer has the message. After any other outcome all tickets stay valid.
   virtual WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) = 0;
+  /// Waits until one of the messages is done, or cannot be any more (kPeerLost). Releases no ticket.
+  virtual WaitResult wait_any(std::span<const Ticket> tickets, const WaitOptions& waiting) = 0;
   /// Whether the message is done. Makes no progress, and does not release the ticket.
   virtual bool done(Ticket ticket) const = 0;
   /// Releases tickets, done or not, and the memory of their messages. If one was not done, both streams of

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
 from multiring.torch_distributed import operations
 from multiring.torch_distributed.arguments import (
@@ -53,8 +54,8 @@ class ProcessGroup(GroupBase):
         return self._reduced("allreduce_coalesced", lambda: tensors, opts, None)
 
     def _reduced(self, what: str, tensors: Outputs, opts: Any, timeout: timedelta | None) -> Any:
-        def start(outs: Tensors) -> list[Part]:
-            return [operations.allreduce(self.comm, out, op_of(opts)) for out in outs]
+        def start(comm: Communicator, outs: Tensors) -> list[Part]:
+            return [operations.allreduce(comm, out, op_of(opts)) for out in outs]
 
         return self._start(what, tensors, start, timeout, opts)
 
@@ -65,7 +66,7 @@ class ProcessGroup(GroupBase):
         return self._start(
             "reduce",
             lambda: [only(tensors, "reduce")],
-            lambda outs: [operations.reduce(self.comm, outs[0], how, root)],
+            lambda comm, outs: [operations.reduce(comm, outs[0], how, root)],
             timeout,
             opts,
         )
@@ -76,7 +77,7 @@ class ProcessGroup(GroupBase):
         return self._start(
             "broadcast",
             lambda: [only(tensors, "broadcast")],
-            lambda outs: [operations.broadcast(self.comm, outs[0], root_of(opts))],
+            lambda comm, outs: [operations.broadcast(comm, outs[0], root_of(opts))],
             timeout,
             opts,
         )
@@ -88,7 +89,7 @@ class ProcessGroup(GroupBase):
         return self._start(
             what,
             lambda: only_list(outputs, what),
-            lambda outs: [operations.allgather(self.comm, outs, only(inputs, what))],
+            lambda comm, outs: [operations.allgather(comm, outs, only(inputs, what))],
             timeout,
             opts,
         )
@@ -98,10 +99,10 @@ class ProcessGroup(GroupBase):
         """Several allgathers: `outputs[r][i]` is for tensor i of rank r."""
         what, count = "allgather_coalesced", len(inputs)
 
-        def start(outs: Tensors) -> list[Part]:
+        def start(comm: Communicator, outs: Tensors) -> list[Part]:
             for row in outputs:
                 require_count(row, count, what)
-            return [operations.allgather(self.comm, outs[i::count], inputs[i]) for i in range(count)]
+            return [operations.allgather(comm, outs[i::count], inputs[i]) for i in range(count)]
 
         return self._start(what, lambda: [out for row in outputs for out in row], start, opts)
 
@@ -124,9 +125,9 @@ class ProcessGroup(GroupBase):
         opts: Any,
         *op: Any,
     ) -> Any:
-        def start(outs: Tensors) -> list[Part]:
+        def start(comm: Communicator, outs: Tensors) -> list[Part]:
             require_count(inputs, len(outs), what)
-            return [operation(self.comm, *pair, *op) for pair in zip(outs, inputs, strict=True)]
+            return [operation(comm, *pair, *op) for pair in zip(outs, inputs, strict=True)]
 
         return self._start(what, lambda: outputs, start, opts)
 
@@ -139,7 +140,7 @@ class ProcessGroup(GroupBase):
         return self._start(
             what,
             lambda: [only(outputs, what)],
-            lambda outs: [operations.reduce_scatter(self.comm, outs[0], only_list(inputs, what), op)],
+            lambda comm, outs: [operations.reduce_scatter(comm, outs[0], only_list(inputs, what), op)],
             timeout,
             opts,
         )
@@ -170,7 +171,7 @@ class ProcessGroup(GroupBase):
         return self._start(
             "all_to_all_single",
             lambda: [outputs],
-            lambda outs: [operations.alltoall_single(self.comm, outs[0], inputs, *sizes)],
+            lambda comm, outs: [operations.alltoall_single(comm, outs[0], inputs, *sizes)],
             timeout,
             opts,
         )
@@ -183,7 +184,7 @@ class ProcessGroup(GroupBase):
         return self._start(
             "all_to_all",
             lambda: outputs,
-            lambda outs: [operations.alltoall(self.comm, outs, inputs)],
+            lambda comm, outs: [operations.alltoall(comm, outs, inputs)],
             timeout,
             opts,
         )
@@ -195,7 +196,7 @@ class ProcessGroup(GroupBase):
         return self._start(
             what,
             lambda: only_list(outputs, what) if self.comm.rank == root else [],
-            lambda outs: [operations.gather(self.comm, outs, only(inputs, what), root)],
+            lambda comm, outs: [operations.gather(comm, outs, only(inputs, what), root)],
             timeout,
             opts,
         )
@@ -205,9 +206,9 @@ class ProcessGroup(GroupBase):
         """Gives each rank its tensor of a list of the root."""
         what, root = "scatter", root_of(opts)
 
-        def start(outs: Tensors) -> list[Part]:
+        def start(comm: Communicator, outs: Tensors) -> list[Part]:
             sources = only_list(inputs, what) if self.comm.rank == root else []
-            return [operations.scatter(self.comm, outs[0], sources, root)]
+            return [operations.scatter(comm, outs[0], sources, root)]
 
         return self._start(what, lambda: [only(outputs, what)], start, timeout, opts)
 
@@ -215,7 +216,7 @@ class ProcessGroup(GroupBase):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Ends when all ranks have come."""
         if self._coalesced is not None or getattr(opts, "asyncOp", True):
-            return self._start("barrier", list, lambda _: [Part(self.comm.barrier_async())], timeout, opts)
+            return self._start("barrier", list, lambda comm, _: [Part(comm.barrier_async())], timeout, opts)
         # The core names who is late if it has the deadline itself.
         self._wait_for_all(seconds_of(timeout, opts))
         return GroupWork(self, [], [])
@@ -226,7 +227,7 @@ class ProcessGroup(GroupBase):
 
     def _wait_for_all(self, seconds: float | None) -> None:
         try:
-            self.comm.barrier(seconds or self._timeout)
+            self.comm.barrier(seconds)
         except MultiringError as error:
             raise self.explained(error) from error
 
@@ -243,7 +244,7 @@ class ProcessGroup(GroupBase):
     def send(self, tensors: Any, destination: int, tag: int = 0) -> Any:
         """Sends a tensor to a rank, which may be this one."""
 
-        def start(_: Tensors) -> list[Part]:
+        def start(_: Communicator, __: Tensors) -> list[Part]:
             self._require_rank(destination, "send")
             payload = as_payload(only(tensors, "send"), "send").contiguous()
             return [Part(self._messenger.send(payload, destination, tag))]
@@ -260,7 +261,7 @@ class ProcessGroup(GroupBase):
         return self._received(tensors, None, tag)
 
     def _received(self, tensors: Any, source: int | None, tag: int) -> Any:
-        def start(outs: Tensors) -> list[Part]:
+        def start(_: Communicator, outs: Tensors) -> list[Part]:
             if source is not None:
                 self._require_rank(source, "recv")
             target = as_payload(outs[0], "recv")
@@ -268,8 +269,7 @@ class ProcessGroup(GroupBase):
             finish = None if landing is target else lambda _: target.copy_(landing)
             return [Part(self._messenger.receive(landing, source, tag), finish)]
 
-        deadline = timedelta(seconds=self._timeout)
-        return self._start("recv", lambda: [only(tensors, "recv")], start, deadline)
+        return self._start("recv", lambda: [only(tensors, "recv")], start, deadline=self.comm.timeout)
 
     def _require_rank(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.comm.size:

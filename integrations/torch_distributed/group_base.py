@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,27 @@ from multiring.torch_distributed.tensors import require_apart, resolved
 from multiring.torch_distributed.watchers import Watchers
 from multiring.torch_distributed.work import GroupWork, Part
 
-__all__ = ["GroupBase", "Outputs"]
+__all__ = ["GroupBase", "Outputs", "Start"]
 
 Outputs = Callable[[], Tensors]
+Start = Callable[[Communicator, Tensors], list[Part]]
+
+
+class TimedCommunicator:
+    """A communicator whose asynchronous operations have a timeout of their own.
+
+    Args:
+        comm: It.
+        timeout: Seconds.
+    """
+
+    def __init__(self, comm: Communicator, timeout: float) -> None:
+        self._comm = comm
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        return functools.partial(found, timeout=self._timeout) if name.endswith("_async") else found
 
 
 class GroupBase(dist.ProcessGroup):
@@ -49,9 +68,7 @@ class GroupBase(dist.ProcessGroup):
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm = comm
         self.watchers = Watchers(f"multiring {given.group_id}")
-        self._longest: float = given.timeout.total_seconds()
-        self._timeout = self._longest
-        self._messenger = Messenger(comm, self.watchers, self._timeout)
+        self._messenger = Messenger(comm, self.watchers)
         self._name, self._description = str(given.group_id), "undefined"
         self._ranks = list(given.global_ranks_in_group)
         self._store = given.store  # served by rank 0 as long as it is there
@@ -100,7 +117,7 @@ class GroupBase(dist.ProcessGroup):
         if kind != "cpu":
             text = f"no backend for {kind}: the backend 'multiring' takes CPU tensors"
             raise self.explained(UsageError(text, rank=self.comm.rank))
-        return CpuBackend(self, timedelta(seconds=self._timeout))
+        return CpuBackend(self, timedelta(seconds=self.comm.timeout))
 
     name = getBackendName
     _get_backend_name = getBackendName
@@ -109,47 +126,44 @@ class GroupBase(dist.ProcessGroup):
         return f"<multiring process group {self._name!r}, rank {self.comm.rank} of {self.comm.size}>"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the deadline of the operations that follow; that of the group when it was made is the longest.
+        """Sets the deadline of the operations that begin from now on.
 
         Raises:
-            UsageError: The timeout is longer than that, or none.
+            UsageError: It is none.
         """
-        seconds = timeout.total_seconds()
-        if not 0 < seconds <= self._longest:
-            text = (
-                f"a timeout of {seconds:g} s: the process group was made with {self._longest:g} s, and its "
-                "deadline can only be made shorter. Pass the longest that is needed as timeout= to "
-                "init_process_group() or new_group()"
-            )
-            raise self.explained(UsageError(text, rank=self.comm.rank))
-        self._timeout = self._messenger.timeout = seconds
+        try:
+            self.comm.timeout = timeout.total_seconds()
+        except MultiringError as error:
+            raise self.explained(error) from error
 
     # Its operations.
 
     def _start(
-        self, what: str, outputs: Outputs, start: Callable[[Tensors], list[Part]], *options: Any
+        self, what: str, outputs: Outputs, start: Start, *options: Any, deadline: float | None = None
     ) -> Any:
         """Submits operations.
 
         Args:
             what: The function that was called.
             outputs: Gives the tensors that get the results.
-            start: Submits them, with memory for these tensors.
-            options: Which may have a timeout.
+            start: Submits them to a communicator, with memory for these tensors.
+            options: Which may have a timeout of the operations.
+            deadline: Seconds in which they have to end, where they have no timeout themselves.
         """
+        timeout = seconds_of(*options)
+        comm = self.comm if timeout is None else cast("Communicator", TimedCommunicator(self.comm, timeout))
         try:
             given = list(outputs())
             for output in given:
                 require_apart(output, what)
             targets = [resolved(output) for output in given]
-            parts = start(targets)
+            parts = start(comm, targets)
         except MultiringError as error:
             raise self.explained(error) from error
         copies = [pair for pair in zip(given, targets, strict=True) if pair[0] is not pair[1]]
         if copies and parts:
             parts[-1] = parts[-1].followed_by(lambda: [out.detach().copy_(copy) for out, copy in copies])
-        shorter = self._timeout if self._timeout < self._longest else None
-        work = GroupWork(self, parts, given, seconds_of(*options) or shorter)
+        work = GroupWork(self, parts, given, deadline)
         if self._coalesced is not None:
             # Those that have ended are let go of: a block that raises has no end that would do it.
             while self._coalesced and self._coalesced[0].is_success():

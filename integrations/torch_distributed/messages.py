@@ -1,10 +1,9 @@
 """Messages with tags, of a given source or of any, matched as torch.distributed does.
 
-The communicator delivers the messages of a pair of ranks in the order in which they were sent, and compares
-tags. Here, each message goes with a header that has its tag before it. While a receive waits that it might be
-for, a thread for each source takes the next header, and then the message: into the tensor of the first
-receive that it fits, or aside until one comes. Sends to a rank leave one after the other, from a thread for
-each destination. A message to the rank itself is put aside, or delivered, at once.
+The communicator delivers the messages of a pair of ranks in the order in which they were sent. While receives
+wait, one thread probes for messages of those ranks that they may come from, and takes each into the tensor of
+the first receive that it fits, or aside until one comes. Sends to a rank leave one after the other, from a
+thread for each destination. A message to the rank itself is put aside, or delivered, at once.
 """
 
 from __future__ import annotations
@@ -12,21 +11,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from multiring import errors
+from multiring import messages as core
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError
 from multiring.torch_distributed.watchers import Watchers
 
 __all__ = ["Message", "Messenger"]
 
-# How long a thread waits for the next header of a rank that may have nothing to say: who waits for it has a
-# deadline of his own.
+# How long the thread waits for a message: who waits for one has a deadline of his own.
 _FOREVER = 1e8
-_TICK = 0.5
+# Elements of a message that is taken by a thread of its own, beside which others are received.
+_LONG = 16 * 1024
 
 
 class Message:
@@ -74,63 +74,65 @@ class Message:
         self._ended.set()
 
 
+@dataclass
+class _Aside:
+    """A message that came before its receive."""
+
+    tag: int
+    payload: torch.Tensor | None = None  # None: still on its way
+    receive: Message | None = None  # that has come meanwhile
+
+
 class Messenger:
     """Sends and receives the messages of a process group.
 
     Args:
         comm: The group's communicator.
         watchers: Where its threads come from.
-        timeout: Seconds that a receive may wait.
     """
 
-    def __init__(self, comm: Communicator, watchers: Watchers, timeout: float) -> None:
+    def __init__(self, comm: Communicator, watchers: Watchers) -> None:
         self._comm = comm
         self._watchers = watchers
-        self.timeout = timeout
-        self._changed = threading.Condition()
+        self._probe = core.Probe(comm)
+        self._lock = threading.Lock()
         self._outgoing: dict[int, deque[Message]] = {}
         self._sending: set[int] = set()
         self._posted: list[Message] = []
-        self._aside: dict[int, deque[tuple[int, torch.Tensor]]] = {}
-        self._taking: set[int] = set()
+        self._aside: dict[int, deque[_Aside]] = {}
+        self._receiving = False
+        self._probed: set[int | None] = set()  # sources, as of receives
         self._failure: MultiringError | None = None
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Message:
         """Sends a contiguous tensor, which must not change before that is done."""
         message = Message(tensor, destination, tag, lambda: self._late("send", destination, tag))
-        with self._changed:
+        with self._lock:
             if self._failure is not None:
                 message.end(self._failure)
-                return message
-            if destination == self._comm.rank:
-                self._arrived(destination, tag, tensor.clone())
+            elif destination == self._comm.rank:
+                self._deliver_own(tensor.clone(), tag)
                 message.end()
-                return message
-            self._outgoing.setdefault(destination, deque()).append(message)
-            if destination not in self._sending:
-                self._sending.add(destination)
-                self._watchers.run(lambda: self._send_all(destination))
+            else:
+                self._outgoing.setdefault(destination, deque()).append(message)
+                if destination not in self._sending:
+                    self._sending.add(destination)
+                    self._watchers.run(lambda: self._send_all(destination))
         return message
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Message:
         """Receives into a tensor, from one rank or from any (None)."""
         message = Message(tensor, source, tag, lambda: self._late("recv", source, tag))
-        sources = range(self._comm.size) if source is None else [source]
-        with self._changed:
+        with self._lock:
             if self._failure is not None:
                 message.end(self._failure)
-                return message
-            for rank in sources:
-                for index, (found, payload) in enumerate(self._aside.get(rank, ())):
-                    if found == tag:
-                        del self._aside[rank][index]
-                        self._deliver(message, rank, payload)
-                        return message
-            self._posted.append(message)
-            for rank in set(sources) - self._taking - {self._comm.rank}:
-                self._taking.add(rank)
-                self._watchers.run(lambda rank=rank: self._take_all(rank))  # type: ignore[misc]
-            self._changed.notify_all()
+            elif not self._taken_from_aside(message):
+                self._posted.append(message)
+                if not self._receiving:
+                    self._receiving = True
+                    self._watchers.run(self._receive_all)
+                elif source not in self._probed:
+                    self._probe.stop()  # and begins anew
         return message
 
     def close(self, error: MultiringError) -> None:
@@ -140,57 +142,70 @@ class Messenger:
     def _send_all(self, destination: int) -> None:
         queue = self._outgoing[destination]
         while True:
-            with self._changed:
+            with self._lock:
                 if not queue:
                     self._sending.discard(destination)
                     return
                 message = queue.popleft()
             try:
-                header = np.array([message.tag], np.int64)
-                self._comm.send(header, destination, timeout=self.timeout)
-                self._comm.send(message.tensor, destination, timeout=self.timeout)
+                self._comm.send(message.tensor, destination, message.tag)
                 message.end()
             except MultiringError as error:
                 message.end(error)
                 self._fail(error)
 
-    def _take_all(self, source: int) -> None:
+    def _receive_all(self) -> None:
+        """Takes messages as long as a receive waits for any."""
         try:
-            while self._is_wanted(source):
-                header = np.empty(1, np.int64)
-                self._comm.recv(source, header, timeout=_FOREVER)
-                self._take(source, int(header[0]))
+            while (sources := self._sources()) is not None:
+                needed = [each for each in sources if each is not None]
+                asked = () if None in sources else needed
+                found = self._probe.wait(asked, needed, _FOREVER)
+                if found is not None:
+                    self._take(found)
         except MultiringError as error:
             self._fail(error)
 
-    def _is_wanted(self, source: int) -> bool:
-        """Whether a receive waits that a message of this rank may be for; if not, the thread ends."""
-        with self._changed:
-            wanted = self._failure is None and any(each.peer in (None, source) for each in self._posted)
-            if not wanted:
-                self._taking.discard(source)
-            return wanted
+    def _sources(self) -> set[int | None] | None:
+        """Whose messages receives wait for (None among them: any); None: the thread ends."""
+        with self._lock:
+            self._probed = {each.peer for each in self._posted} - {self._comm.rank}
+            if self._comm.size == 1:  # there are messages of its own alone
+                self._probed = set()
+            self._receiving = self._failure is None and bool(self._probed)
+            return self._probed if self._receiving else None
 
-    def _take(self, source: int, tag: int) -> None:
-        """Receives what a header announces."""
-        with self._changed:
-            while not any(each.peer in (None, source) for each in self._posted):
-                if self._failure is not None:
-                    raise self._failure
-                self._changed.wait(_TICK)  # the receive that it was asked for has got another one
-            message = self._next_for(source, tag)
-        if message is None:
-            payload = torch.from_numpy(self._comm.recv(source, timeout=self.timeout))
-            with self._changed:
-                self._arrived(source, tag, payload)
-            return
+    def _take(self, found: core.Message) -> None:
+        with self._lock:
+            receive, aside = self._next_for(found.source, found.tag), None
+            if receive is None:  # keeps its place among those of its source
+                aside = _Aside(found.tag)
+                self._aside.setdefault(found.source, deque()).append(aside)
+        if found.count > _LONG:
+            self._watchers.run(lambda: self._collect(found, receive, aside))
+        else:
+            self._collect(found, receive, aside)
+
+    def _collect(self, found: core.Message, receive: Message | None, aside: _Aside | None) -> None:
+        """Receives what was found: for a receive, or aside."""
         try:
-            self._comm.recv(source, message.tensor, timeout=self.timeout)
+            if receive is not None:
+                self._comm.recv(found.source, receive.tensor, found.tag)
+                receive.source = found.source
+                receive.end()
+            elif aside is not None:
+                payload = torch.from_numpy(self._comm.recv(found.source, tag=found.tag))
+                with self._lock:
+                    aside.payload, receive = payload, aside.receive
+                if receive is not None:
+                    self._deliver(receive, found.source, payload)
         except MultiringError as error:
-            message.end(error)
-            raise
-        message.source = source
-        message.end()
+            self._fail(error)  # from here on no receive is for it
+            receive = receive or (aside and aside.receive)
+            if receive is not None:
+                receive.end(error)
+
+    # With the lock held.
 
     def _next_for(self, source: int, tag: int) -> Message | None:
         """The first receive that such a message is for, no longer waiting."""
@@ -200,13 +215,29 @@ class Messenger:
                 return message
         return None
 
-    def _arrived(self, source: int, tag: int, payload: torch.Tensor) -> None:
-        """Gives what has come to the receive that it is for, or puts it aside until there is one."""
-        message = self._next_for(source, tag)
-        if message is not None:
-            self._deliver(message, source, payload)
-        else:
-            self._aside.setdefault(source, deque()).append((tag, payload))
+    def _taken_from_aside(self, receive: Message) -> bool:
+        """Whether its message has come, or is being received."""
+        for source in range(self._comm.size) if receive.peer is None else [receive.peer]:
+            for index, aside in enumerate(waiting := self._aside.get(source, deque())):
+                if aside.tag == receive.tag:
+                    del waiting[index]
+                    aside.receive = receive
+                    if aside.payload is not None:
+                        self._deliver(receive, source, aside.payload)
+                    return True
+        return False
+
+    def _deliver_own(self, payload: torch.Tensor, tag: int) -> None:
+        own = self._comm.rank
+        receive = self._next_for(own, tag)
+        if receive is None:
+            self._aside.setdefault(own, deque()).append(_Aside(tag, payload))
+            return
+        if receive.peer is None:
+            self._probe.stop()  # which may have been for this receive alone
+        self._deliver(receive, own, payload)
+
+    # With the lock held or not.
 
     def _deliver(self, message: Message, source: int, payload: torch.Tensor) -> None:
         flat = payload.reshape(-1)
@@ -237,12 +268,11 @@ class Messenger:
         )
 
     def _fail(self, error: MultiringError) -> None:
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or error
             waiting = [*self._posted, *(each for queue in self._outgoing.values() for each in queue)]
             self._posted.clear()
             for queue in self._outgoing.values():
                 queue.clear()
-            self._changed.notify_all()
         for message in waiting:
             message.end(error)

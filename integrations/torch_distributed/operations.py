@@ -60,13 +60,7 @@ def allreduce(
     if tensor.layout != torch.strided:
         return allreduce_sparse(comm, tensor, op, name or what)
     reduction, numbers = reduction_of(op, tensor, what), as_numbers(tensor, what)
-    if reduction.bitwise is None:
-        return Part(comm.allreduce_async(numbers, reduction.op, numbers, name, reduction.prescale))
-    rows = numbers.reshape(1, numbers.numel())
-    return Part(
-        comm.allgather_async(rows, name=f"{name or what} by {reduction.name}"),
-        lambda gathered: _set(numbers, reduction.combine(list(gathered.view(comm.size, -1)))),
-    )
+    return Part(comm.allreduce_async(numbers, reduction.op, numbers, name, reduction.prescale))
 
 
 def reduce(comm: Communicator, tensor: Tensor, op: Any, root: int) -> Part:
@@ -170,11 +164,6 @@ def reduce_scatter_single(comm: Communicator, output: Tensor, tensor: Tensor, op
 
 
 def _reduce_scatter_rows(comm: Communicator, target: Tensor, rows: Tensor, reduction: Reduction) -> Part:
-    if reduction.bitwise is not None:
-        return Part(
-            comm.alltoall_async(rows, name=f"reduce_scatter by {reduction.name}"),
-            lambda received: _set(target, reduction.combine(list(received.view(rows.shape)))),
-        )
     if target.is_contiguous() and not _overlap(rows, target):
         block = target.view(1, target.numel())
         return Part(comm.reduce_scatter_async(rows, reduction.op, block, prescale=reduction.prescale))

@@ -11,7 +11,8 @@
 namespace multiring {
 namespace {
 
-constexpr const char* kOpNames[kReduceOpCount] = {"sum", "average", "min", "max", "product"};
+constexpr const char* kOpNames[kReduceOpCount] = {"sum",     "average",     "min",        "max",
+                                                  "product", "bitwise_and", "bitwise_or", "bitwise_xor"};
 
 const ReduceKernels* compiled_kernels(Isa isa) {
   switch (isa) {
@@ -31,10 +32,15 @@ void check(DType dtype, const Reduction& reduction, std::span<const void* const>
   if (reduction.op == ReduceOp::kAverage && !is_floating(dtype)) {
     throw std::invalid_argument(std::string("reduce() has no average of ") + dtype_name(dtype));
   }
-  if (dtype != DType::kBool) return;
-  if (reduction.prescale != 1.0 || reduction.postscale != 1.0) {
+  if (is_bitwise(reduction.op) && is_floating(dtype)) {
+    throw std::invalid_argument(std::string("reduce() has no ") + reduce_op_name(reduction.op) + " of " +
+                                dtype_name(dtype));
+  }
+  if (reduction.prescale == 1.0 && reduction.postscale == 1.0) return;
+  if (dtype == DType::kBool) {
     throw std::invalid_argument("bool cannot be scaled; convert to another dtype first");
   }
+  if (is_bitwise(reduction.op)) throw std::invalid_argument("a bitwise reduction cannot be scaled");
 }
 
 void copy(const void* input, std::span<void* const> outputs, std::size_t bytes) {

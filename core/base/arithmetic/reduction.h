@@ -10,8 +10,18 @@
 namespace multiring {
 
 /// Reductions. The values are part of the C ABI (multiring.h).
-enum class ReduceOp : std::uint8_t { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
-inline constexpr int kReduceOpCount = 5;
+enum class ReduceOp : std::uint8_t {
+  kSum = 0,
+  kAverage = 1,
+  kMin = 2,
+  kMax = 3,
+  kProduct = 4,
+  kBitwiseAnd = 5,
+  kBitwiseOr = 6,
+  kBitwiseXor = 7
+};
+inline constexpr int kReduceOpCount = 8;
+constexpr bool is_bitwise(ReduceOp op) { return op >= ReduceOp::kBitwiseAnd; }
 
 MULTIRING_API const char* reduce_op_name(ReduceOp op);
 
@@ -21,9 +31,9 @@ MULTIRING_API const char* reduce_op_name(ReduceOp op);
 /// value). Scale factors are rounded to the type that is computed in. Integers: scale factors multiply in
 /// double, truncate toward zero and saturate (NaN gives 0), the average is exact and truncates toward zero,
 /// sums wrap. Bool: sum and max are "or", product and min are "and"; average and scale factors are not
-/// defined. Min and max give NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN
-/// that is computed is the positive quiet one of its type, since which payload an addition keeps differs
-/// between processors.
+/// defined. The bitwise operations are those of integers and bool, without scale factors. Min and max give
+/// NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN that is computed is the
+/// positive quiet one of its type, since which payload an addition keeps differs between processors.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
@@ -41,8 +51,8 @@ struct Reduction {
 /// or the processor.
 ///
 /// Rounding mode and denormals are those of the standard while it runs, whatever the thread has set.
-/// Raises std::invalid_argument for no inputs, for what is not defined for bool, and for averages of
-/// integers, which take a wider type than theirs (collective/sums/integer_average.h).
+/// Raises std::invalid_argument for no inputs, for what is not defined for bool or bitwise, and for averages
+/// of integers, which take a wider type than theirs (collective/sums/integer_average.h).
 ///
 /// An output may be the same buffer as an input; buffers must not overlap otherwise. `count` may be 0.
 MULTIRING_API void reduce(DType dtype, const Reduction& reduction, std::span<const void* const> inputs,

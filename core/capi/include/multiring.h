@@ -43,7 +43,16 @@ typedef enum mr_dtype {
   MR_FLOAT64 = 12
 } mr_dtype;
 
-typedef enum mr_reduce_op { MR_SUM = 0, MR_AVERAGE = 1, MR_MIN = 2, MR_MAX = 3, MR_PRODUCT = 4 } mr_reduce_op;
+typedef enum mr_reduce_op {
+  MR_SUM = 0,
+  MR_AVERAGE = 1,
+  MR_MIN = 2,
+  MR_MAX = 3,
+  MR_PRODUCT = 4,
+  MR_BITWISE_AND = 5, /* these three: of integers and bool, without scale factors */
+  MR_BITWISE_OR = 6,
+  MR_BITWISE_XOR = 7
+} mr_reduce_op;
 
 typedef enum mr_kind {
   MR_ALLREDUCE = 4,

@@ -137,9 +137,10 @@ MirrorRoutes ClusterTransport::routes_of(int rank) const {
 }
 
 const std::map<int, MirrorRoutes>& ClusterTransport::host_routes() const {
-  if (routes_.empty())
+  std::call_once(routes_made_, [this] {
     for (int here = 0; here < size(); ++here)
       if (!is_remote(here)) routes_.emplace(here, routes_of(here));
+  });
   return routes_;
 }
 

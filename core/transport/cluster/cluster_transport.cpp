@@ -156,6 +156,18 @@ WaitResult ClusterTransport::await_written(int source, std::uint64_t chunk, cons
       waiting, [&](const WaitOptions& watched) { return messages_->await_chunk(source, ready, watched); });
 }
 
+WaitResult ClusterTransport::await_any(AnySource& any, const WaitOptions& waiting) {
+  std::vector<int> remote;
+  std::ranges::copy_if(any.sources(), std::back_inserter(remote),
+                       [this](int rank) { return is_remote(rank); });
+  if (remote.empty())
+    return wait_on_memory(waiting,
+                          [&](const WaitOptions& here) { return SharedTransport::await_any(any, here); });
+  return wait_on_network(
+      waiting, [&](const WaitOptions& watched) { return messages_->await_any(any, remote, watched); },
+      [&] { return find_lost_source(any); });
+}
+
 WaitResult ClusterTransport::await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) {
   if (!is_remote(destination))
     return wait_on_memory(waiting, [&](const WaitOptions& here) {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -83,6 +84,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override;
   void mailbox_read(int source, std::uint64_t chunk) override;
   WaitResult await_written(int source, std::uint64_t chunk, const WaitOptions& waiting) override;
+  WaitResult await_any(AnySource& any, const WaitOptions& waiting) override;
   WaitResult await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) override;
   WaitResult await_sent(int destination, const WaitOptions& waiting) override;
 
@@ -116,7 +118,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::unique_ptr<HostMirror> make_mirror();
   MirrorRoutes routes_of(int rank) const;
   void find_links();
-  /// Routes of the ranks of this host, for errors. For the thread that drives the rounds.
+  /// Routes of the ranks of this host, for errors. Any thread.
   const std::map<int, MirrorRoutes>& host_routes() const;
   void open_messages();
   /// Runs a wait on a network. An error on this host, or what `find_failure` finds, ends it, too.
@@ -137,6 +139,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::vector<int> remote_;
   bool fully_linked_ = true;
   std::vector<int> receivers_;
+  mutable std::once_flag routes_made_;
   mutable std::map<int, MirrorRoutes> routes_;  // see host_routes
   std::unique_ptr<Network> network_;
   std::unique_ptr<HostMirror> mirror_;

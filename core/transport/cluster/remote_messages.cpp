@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <utility>
@@ -137,9 +138,19 @@ void RemoteMessages::leave() {
   left_ = true;
 }
 
-/// `tickets`: those to wait for; called under `mutex_`.
+WaitResult RemoteMessages::await_any(AnySource& any, std::span<const int> remote,
+                                     const WaitOptions& waiting) {
+  return await([&any] { return any.ready(); },
+               [&](const WaitOptions& slice) { return drive_any(any, remote, slice); }, waiting);
+}
+
 WaitResult RemoteMessages::await(int rank, const std::function<bool()>& ready,
                                  const std::function<std::vector<Ticket>()>& tickets,
+                                 const WaitOptions& waiting) {
+  return await(ready, [&](const WaitOptions& slice) { return drive(rank, tickets, slice); }, waiting);
+}
+
+WaitResult RemoteMessages::await(const std::function<bool()>& ready, const Drive& drive,
                                  const WaitOptions& waiting) {
   const Counted counted(waiting_);
   TimedWait timed(waiting);
@@ -148,7 +159,7 @@ WaitResult RemoteMessages::await(int rank, const std::function<bool()>& ready,
       handle_arrivals();
       if (ready()) return {};
       const bool alone = waiting_.load(std::memory_order_relaxed) == 1;
-      const WaitResult result = drive(rank, tickets, timed.slice(alone ? kTimeSlice : kSharedTimeSlice));
+      const WaitResult result = drive(timed.slice(alone ? kTimeSlice : kSharedTimeSlice));
       if (!result.ok() && result.outcome != Outcome::kTimeout) return result;
       handle_arrivals();
     } else {
@@ -185,6 +196,37 @@ WaitResult RemoteMessages::drive(int rank, const std::function<std::vector<Ticke
     std::erase(from.sends, ticket);
   }
   return {};
+}
+
+/// The same for the first of several ranks that sends. Sources on this host write to memory, which no wait on
+/// the network sees: the slice is short.
+WaitResult RemoteMessages::drive_any(AnySource& any, std::span<const int> remote, const WaitOptions& slice) {
+  const auto brief = [&slice] {
+    WaitOptions options = slice;
+    options.deadline = Deadline::after(std::min(kSharedTimeSlice, slice.deadline.remaining()));
+    return options;
+  };
+  const auto noted = [&any](const WaitResult& result) {
+    return result.outcome == Outcome::kPeerLost ? any.note_end(result) : result;
+  };
+  std::vector<Network::Link> missing;
+  std::vector<Ticket> wanted;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const int rank : remote) {
+      if (any.has_left(rank) || !any.is_silent(rank)) continue;
+      if (peer(rank).linked)
+        wanted.push_back(peer(rank).chunk_receive);
+      else
+        std::ranges::copy(links_of(rank), std::back_inserter(missing));
+    }
+  }
+  if (!missing.empty()) {
+    const WaitResult result = noted(network_.connect_on_demand(missing, brief()));
+    if (!result.ok() && result.outcome != Outcome::kTimeout) return result;
+    if (wanted.empty()) return {};
+  }
+  return noted(network_.wait_any(wanted, brief()));
 }
 
 /// Whether a message is done; 0: one whose ticket is released.

@@ -7,9 +7,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
+#include "transport/any_source.h"
 #include "transport/cluster/progress_lock.h"
 #include "transport/network.h"
 
@@ -46,6 +48,8 @@ class RemoteMessages {
   /// Wait until `ready`, which a chunk from `source`, or an acknowledgement of `destination`, makes true.
   WaitResult await_chunk(int source, const std::function<bool()>& ready, const WaitOptions& waiting);
   WaitResult await_ack(int destination, const std::function<bool()>& ready, const WaitOptions& waiting);
+  /// Waits until `any.ready()`. `remote`: those of its sources that are on other hosts.
+  WaitResult await_any(AnySource& any, std::span<const int> remote, const WaitOptions& waiting);
   /// Waits until all that was sent to `destination` has left.
   WaitResult await_sent(int destination, const WaitOptions& waiting);
   /// Handles what has come, unless another thread is doing it.
@@ -81,10 +85,14 @@ class RemoteMessages {
   /// Handles all that has arrived. For the handling thread.
   void handle_arrivals();
   void handle_chunk(int source);
-  /// `rank`: the peer that makes `ready` true.
+  /// Makes progress for a slice of time, for the handling thread.
+  using Drive = std::function<WaitResult(const WaitOptions& slice)>;
+  WaitResult await(const std::function<bool()>& ready, const Drive& drive, const WaitOptions& waiting);
+  /// `rank`: the peer that makes `ready` true. `tickets`: those to wait for; called under `mutex_`.
   WaitResult await(int rank, const std::function<bool()>& ready,
                    const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& waiting);
   WaitResult drive(int rank, const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& slice);
+  WaitResult drive_any(AnySource& any, std::span<const int> remote, const WaitOptions& slice);
 
   Network& network_;
   int rank_;

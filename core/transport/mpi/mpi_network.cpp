@@ -178,6 +178,27 @@ WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const WaitOptions& 
   }
 }
 
+WaitResult MpiNetwork::wait_any(std::span<const Ticket> tickets, const WaitOptions& waiting) {
+  TimedWait timed(waiting);
+  for (Backoff backoff;; backoff.pause()) {
+    {
+      const std::lock_guard lock(mutex_);
+      require_usable();
+      advance();
+      const Message* lost = nullptr;
+      for (const Ticket ticket : tickets) {
+        const auto found = messages_.find(ticket);
+        if (found == messages_.end() || found->second.state == State::kDone) return {};
+        if (found->second.state == State::kLost) lost = &found->second;
+      }
+      if (abort_) return {Outcome::kAborted};
+      if (lost != nullptr) return {Outcome::kPeerLost, lost->peer, peer(lost->peer).left};
+    }
+    if (waiting.is_cancelled()) return {Outcome::kCancelled};
+    if (timed.expired()) return {Outcome::kTimeout};
+  }
+}
+
 std::array<bool, kMpiTags> MpiNetwork::tags_of(std::span<const Ticket> tickets) const {
   std::array<bool, kMpiTags> tags{};
   for (const Ticket ticket : tickets)

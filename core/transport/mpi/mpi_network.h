@@ -51,6 +51,7 @@ class MULTIRING_API MpiNetwork final : public Network {
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
   WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override;
+  WaitResult wait_any(std::span<const Ticket> tickets, const WaitOptions& waiting) override;
   bool done(Ticket ticket) const override;
   void give_up(std::span<const Ticket> tickets) override;
   void progress() override;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <type_traits>
 
 #include "base/text.h"
 
@@ -78,6 +79,13 @@ struct PeerCounter {
 
   bool pending(int rank) const { return rank == peer && !(*this)(); }
   bool operator()() const { return counter.load(std::memory_order_seq_cst) >= value; }
+};
+
+/// The condition that something of one of several ranks has come.
+struct AnyChunk {
+  AnySource& any;
+
+  bool operator()() const { return any.ready(); }
 };
 
 }  // namespace
@@ -188,6 +196,10 @@ WaitResult SharedTransport::await_read(int destination, std::uint64_t chunk, con
               waiting);
 }
 
+WaitResult SharedTransport::await_any(AnySource& any, const WaitOptions& waiting) {
+  return wait(state(rank_).mailboxes, AnyChunk{any}, waiting);
+}
+
 template <class Ready>
 WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const WaitOptions& waiting) {
   if (ready()) return {};
@@ -254,18 +266,40 @@ WaitResult SharedTransport::check_for_end(const Ready& ready, const WaitOptions&
 
 template <class Ready>
 WaitResult SharedTransport::find_lost_peer(const Ready& ready) const {
+  if constexpr (std::is_same_v<Ready, AnyChunk>) {
+    return find_lost_source(ready.any);
+  } else {
+    WaitResult found;
+    for (int rank = 0; rank < size(); ++rank) {
+      if (rank == rank_ || !ready.pending(rank)) continue;
+      // If the receiver is lost, nothing is known of the rank.
+      const int receiver = receiver_of(rank);
+      if (receiver == rank_ || is_remote(receiver)) continue;
+      const WaitResult end = end_of(receiver);
+      // It may have arrived between the first check and its end.
+      if (end.ok() || !ready.pending(rank)) continue;
+      found = end;
+      if (!end.peer_left) break;  // it may have left because another one died
+    }
+    return found;
+  }
+}
+
+WaitResult SharedTransport::end_of(int rank) const {
+  const bool left = state(rank).left.load(std::memory_order_acquire) != 0;
+  if (!left && !host_group_->is_lost(members_[static_cast<std::size_t>(rank)])) return {};
+  return {WaitResult::Outcome::kPeerLost, rank, left};
+}
+
+WaitResult SharedTransport::find_lost_source(AnySource& any) const {
   WaitResult found;
-  for (int rank = 0; rank < size(); ++rank) {
-    if (rank == rank_ || !ready.pending(rank)) continue;
-    // If the receiver is lost, nothing is known of the rank.
-    const int receiver = receiver_of(rank);
-    if (receiver == rank_ || is_remote(receiver)) continue;
-    const bool left = state(receiver).left.load(std::memory_order_acquire) != 0;
-    const bool lost = left || host_group_->is_lost(members_[static_cast<std::size_t>(receiver)]);
-    // It may have arrived between the first check and its end.
-    if (!lost || !ready.pending(rank)) continue;
-    found = {WaitResult::Outcome::kPeerLost, receiver, left};
-    if (!left) break;  // it may have left because another one died
+  for (const int source : any.sources()) {
+    if (is_remote(source) || any.has_left(source)) continue;
+    const WaitResult end = end_of(source);
+    // What it has sent before counts: looked for after its end.
+    if (end.ok() || !any.is_silent(source)) continue;
+    const WaitResult ended = any.note_end(end);
+    if (!ended.ok() && (found.ok() || found.peer_left)) found = ended;
   }
   return found;
 }

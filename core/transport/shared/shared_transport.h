@@ -69,6 +69,7 @@ class MULTIRING_API SharedTransport : public Transport {
   void mailbox_read(int source, std::uint64_t chunk) override;
   bool has_written(int source, std::uint64_t chunk) const override;
   WaitResult await_written(int source, std::uint64_t chunk, const WaitOptions& waiting) override;
+  WaitResult await_any(AnySource& any, const WaitOptions& waiting) override;
   WaitResult await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) override;
   WaitResult await_sent(int, const WaitOptions&) override { return {}; }
 
@@ -114,6 +115,8 @@ class MULTIRING_API SharedTransport : public Transport {
                      const ErrorContext& about) const noexcept;
   /// A member on this host that has ended before it reached `round`, preferably one that died.
   WaitResult find_lost(std::uint64_t round);
+  /// The end of a source on this host, if that ends the wait; preferably of one that died.
+  WaitResult find_lost_source(AnySource& any) const;
 
  private:
   RankState& state(int rank) const;
@@ -126,6 +129,8 @@ class MULTIRING_API SharedTransport : public Transport {
   WaitResult check_for_end(const Ready& ready, const WaitOptions& waiting);
   template <class Ready>
   WaitResult find_lost_peer(const Ready& ready) const;
+  /// kPeerLost if `rank`, on this host, has left or died.
+  WaitResult end_of(int rank) const;
   /// The members on this host.
   std::vector<int> local_members() const;
   std::uint64_t block_tag(std::uint32_t number) const;

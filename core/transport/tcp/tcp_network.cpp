@@ -45,6 +45,10 @@ WaitResult TcpNetwork::wait(std::span<const Ticket> tickets, const WaitOptions& 
   return drive(waiting, [&](WaitResult* result) { return check_tickets(tickets, result); });
 }
 
+WaitResult TcpNetwork::wait_any(std::span<const Ticket> tickets, const WaitOptions& waiting) {
+  return drive(waiting, [&](WaitResult* result) { return check_any(tickets, result); });
+}
+
 WaitResult TcpNetwork::drive(const WaitOptions& waiting, const std::function<bool(WaitResult*)>& finished) {
   waiting.deadline.start();
   const Clock::time_point start = Clock::now();
@@ -165,6 +169,21 @@ bool TcpNetwork::check_tickets(std::span<const Ticket> tickets, WaitResult* resu
                                           std::to_string(out_of_step->peer) + ", of which rank " +
                                           std::to_string(options_.rank) + " gave up another one");
   return false;
+}
+
+bool TcpNetwork::check_any(std::span<const Ticket> tickets, WaitResult* result) const {
+  const Message* lost = nullptr;
+  for (const Ticket ticket : tickets) {
+    const Message* message = messages_.find(ticket);
+    if (message == nullptr || message->state == Message::State::kDone) return true;
+    // A rank may have left because another one died.
+    if (message->state == Message::State::kLost && (lost == nullptr || peer(lost->peer).left)) lost = message;
+  }
+  if (abort_)
+    *result = {Outcome::kAborted};
+  else if (lost != nullptr)
+    *result = {Outcome::kPeerLost, lost->peer, peer(lost->peer).left};
+  return !result->ok();
 }
 
 void TcpNetwork::abandon() { descriptors_.close_all(); }

@@ -71,6 +71,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
   WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override;
+  WaitResult wait_any(std::span<const Ticket> tickets, const WaitOptions& waiting) override;
   bool done(Ticket ticket) const override;
   void give_up(std::span<const Ticket> tickets) override;
   void progress() override;
@@ -127,6 +128,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   void check_heartbeats(Peer& other, Clock::time_point now);
   void await_delivery();
   bool check_tickets(std::span<const Ticket> tickets, WaitResult* result);
+  bool check_any(std::span<const Ticket> tickets, WaitResult* result) const;
   void fail_pending(Peer& peer);
   static bool control_ended(const Peer& peer) { return !peer.control || !peer.control->open(); }
   void propagate_abort(const AbortRecord& record, const TcpConnection* from);

@@ -58,12 +58,12 @@ def _exchange(group: Any) -> None:
 
 # What rank 0 asks for, what rank 1 does, and what both are told.
 DIFFERENT: list[tuple[Call, Call, str]] = [
-    (partial(_reduce, R.BAND), partial(_reduce, R.BOR), "by bitwise and.*by bitwise or"),
-    (partial(_reduce, R.BAND), _gather, "by bitwise and"),
+    (partial(_reduce, R.BAND), partial(_reduce, R.BOR), "bitwise_and.*bitwise_or"),
+    (partial(_reduce, R.BAND), _gather, "bitwise_and"),
     (partial(_reduce_to, 0, R.SUM), partial(_reduce_to, 1, R.SUM), "reduce to rank 0.*reduce to rank 1"),
     (partial(_reduce_to, 0, R.BOR), partial(_reduce_to, 1, R.BOR), "reduce to rank 0.*reduce to rank 1"),
     (partial(_reduce_to, 0, R.SUM), partial(_reduce, R.SUM), "reduce to rank 0"),
-    (partial(_reduce_parts, [2, 2], R.BXOR), _exchange, "all_to_all.*reduce_scatter by bitwise xor"),
+    (partial(_reduce_parts, [2, 2], R.BXOR), _exchange, "all_to_all.*reduce_scatter.*bitwise_xor"),
     (partial(_reduce_parts, [1, 2], R.SUM), partial(_reduce_parts, [2, 1], R.SUM), r"\[1, 2\].*\[2, 1\]"),
     (partial(_reduce_sparse, R.SUM), partial(_reduce_sparse, R.AVG), "average.*sum"),
     (partial(_scatter, 2, torch.int32), partial(_scatter, 3, torch.int32), "2 elements.*3 elements"),

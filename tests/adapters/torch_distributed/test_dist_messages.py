@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 import multiring
 from multiring import Communicator
-from tests.adapters.torch_distributed.support import numbers, with_world
-from tests.on_ranks import refuses
+from tests.adapters.torch_distributed.support import TIMEOUT, numbers, shared_store, with_world
+from tests.on_ranks import on_ranks, refuses
 
 LARGE = 300_000  # elements: more than a mailbox holds, so a send waits for its receiver
 
@@ -50,6 +50,81 @@ def test_any_source(comm: Communicator) -> None:
             sources.add(source)
         assert sources == {1, 2}
     dist.barrier()
+
+
+@with_world(3)
+def test_any_source_of_several_that_send_at_once(comm: Communicator) -> None:
+    """What was not received waits in its place, beside collectives and messages of other tags."""
+    found = torch.empty(LARGE)
+    if comm.rank == 0:
+        sources = {dist.recv(found, tag=1)}
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert torch.equal(total, torch.full((3,), 3.0))
+        short = torch.empty(2)
+        assert dist.recv(short, 2, tag=2) == 2
+        assert dist.recv(short, 1, tag=2) == 1
+        sources.add(dist.recv(found, tag=1))
+        assert sources == {1, 2}
+    else:
+        works = [dist.isend(numbers((LARGE,), comm.rank), 0, tag=1), dist.isend(torch.ones(2), 0, tag=2)]
+        dist.all_reduce(torch.ones(3))
+        for work in works:
+            work.wait()
+    dist.barrier()
+
+
+@on_ranks(3)
+def test_any_source_and_a_rank_that_leaves(comm: Communicator) -> None:
+    with shared_store(comm) as store:
+        dist.init_process_group("multiring", store=store, rank=comm.rank, world_size=3, timeout=TIMEOUT)
+        if comm.rank == 0:
+            tensors = [torch.empty(4) for _ in range(3)]
+            works = [dist.irecv(tensor) for tensor in tensors[:2]]
+            assert works[0]._source_rank() == 2
+            comm.barrier()  # rank 2 has left, and has let rank 1 send
+            assert works[1]._source_rank() == 1
+            assert dist.recv(tensors[2], 1, tag=5) == 1
+            assert torch.equal(torch.stack(tensors), torch.stack([numbers((4,), rank) for rank in (2, 1, 6)]))
+            dist.send(tensors[0], 1)
+            # All that could send have left.
+            refuses(multiring.PeerLostError, r"process group '0'", dist.recv, tensors[0])
+        elif comm.rank == 1:
+            comm.barrier()
+            dist.send(numbers((4,), 1), 0)
+            dist.send(numbers((4,), 6), 0, tag=5)
+            dist.recv(torch.empty(4), 0)
+        else:
+            dist.send(numbers((4,), 2), 0)
+            dist.destroy_process_group()
+            comm.barrier()
+            return
+        dist.destroy_process_group()
+
+
+@with_world(2)
+def test_receives_that_are_posted_one_after_the_other(comm: Communicator) -> None:
+    """While the first one waits, others are added; a message to oneself ends one of any source."""
+    if comm.rank == 0:
+        tensors = [torch.empty(3) for _ in range(4)]
+        works = [
+            dist.irecv(tensors[0], 0, tag=1),
+            dist.irecv(tensors[1], tag=2),
+            dist.irecv(tensors[2], 1, tag=3),
+        ]
+        dist.isend(torch.full((3,), 1.0), 0, tag=1)
+        dist.isend(torch.full((3,), 2.0), 0, tag=2)
+        for work in works[:2]:
+            work.wait()
+        comm.barrier()
+        works.append(dist.irecv(tensors[3], tag=4))
+        for work in works:
+            work.wait()
+        assert torch.equal(torch.stack(tensors)[:, 0], torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    else:
+        comm.barrier()
+        dist.send(torch.full((3,), 4.0), 0, tag=4)
+        dist.send(torch.full((3,), 3.0), 0, tag=3)
 
 
 @with_world(3)

@@ -57,6 +57,14 @@ TEST_P(AllreduceTest, EveryDtypeReductionAndFewElements) {
   expect_all_right(problems);
 }
 
+TEST_P(AllreduceTest, Bitwise) {
+  std::vector<ReduceProblem> problems;
+  for (const ReduceOp op : {ReduceOp::kBitwiseAnd, ReduceOp::kBitwiseOr, ReduceOp::kBitwiseXor})
+    for (const DType dtype : {DType::kBool, DType::kInt8, DType::kInt64})
+      for (const std::size_t count : {1, 3000}) problems.push_back(make_problem(dtype, {op}, count, size()));
+  expect_all_right(problems);
+}
+
 TEST_P(AllreduceTest, EveryDtypeInManySegments) {
   std::vector<ReduceProblem> problems;
   std::size_t turn = 0;

@@ -159,6 +159,7 @@ class UnreadNetwork final : public Network {
     return tickets_;
   }
   WaitResult wait(std::span<const Ticket>, const WaitOptions&) override { return {}; }
+  WaitResult wait_any(std::span<const Ticket>, const WaitOptions&) override { return {}; }
   bool done(Ticket ticket) const override { return !receives_.contains(ticket); }
   void give_up(std::span<const Ticket>) override {}
   void progress() override {}

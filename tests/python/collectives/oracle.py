@@ -77,6 +77,8 @@ def _tree(values: Sequence[Bits], combine: Callable[[Bits, Bits], Bits]) -> Bits
 
 
 def _combine(op: str, dtype: str) -> Callable[[Bits, Bits], Bits]:
+    if op.startswith("bitwise"):
+        return getattr(np, op)
     if dtype == "bool":
         return np.logical_or if op in ("sum", "max") else np.logical_and
     return {

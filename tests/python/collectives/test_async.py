@@ -40,11 +40,12 @@ def test_wait_with_timeout(comm: Communicator) -> None:
     if comm.rank != 0:
         assert not work.done()
         start = time.monotonic()
-        with pytest.raises(multiring.TimeoutError, match=r"allreduce 'late'.*it goes on") as caught:
+        with pytest.raises(multiring.TimeoutError, match=r"'late'.*for rank 0.*it goes on") as caught:
             work.wait(timeout=0.05)
         assert isinstance(caught.value, TimeoutError)
         assert caught.value.operation == "allreduce"
         assert caught.value.tensor == "late"
+        assert (caught.value.rank, caught.value.peer) == (comm.rank, 0)
         assert time.monotonic() - start >= 0.05
         with pytest.raises(multiring.TimeoutError):
             work.wait(timeout=0)
@@ -87,3 +88,25 @@ def test_an_error_is_raised_at_every_wait(comm: Communicator) -> None:
     with pytest.raises(AbortedError, match=r"broken on rank \d by its first error \(mismatch\)"):
         comm.allreduce_async(np.ones(3))
     assert comm.is_broken
+
+
+@on_ranks(2)
+def test_timeouts_of_a_group_and_of_one_operation(comm: Communicator) -> None:
+    group = comm.split(0)
+    assert group.timeout == comm.timeout
+    group.timeout = 0.1
+    x = np.ones(3)
+    if comm.rank == 1:
+        comm.barrier()
+    work = group.allreduce_async(x, name="patient", timeout=60.0)
+    if comm.rank == 0:
+        with pytest.raises(multiring.TimeoutError, match="not complete"):
+            work.wait(0.3)  # longer than the group's
+        comm.barrier()
+    assert work.wait()[0] == 2
+    if comm.rank == 0:
+        with pytest.raises(multiring.TimeoutError, match="'hasty'.*for rank 1"):
+            group.allreduce_async(x, name="hasty").wait()
+    comm.barrier()
+    with pytest.raises(multiring.UsageError, match="above 0"):
+        comm.timeout = 0

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import multiring
 from multiring import Communicator, UsageError
 from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits
@@ -20,7 +21,8 @@ from tests.python.collectives.registry import COLLECTIVES
 
 EXACT = [Reduction(op) for op in ("sum", "min", "max", "product")]
 SCALED = [Reduction("average"), Reduction("average", 0.5), Reduction("sum", -1.7, 1 / 3)]
-REDUCTIONS = {"int64": EXACT, "float16": EXACT + SCALED, "float64": EXACT + SCALED}
+BITWISE = [Reduction(f"bitwise_{op}") for op in ("and", "or", "xor")]
+REDUCTIONS = {"int64": EXACT + BITWISE, "bool": BITWISE, "float16": EXACT + SCALED, "float64": EXACT + SCALED}
 
 
 @on_ranks(1, 3)
@@ -112,6 +114,29 @@ def test_send_and_receive(comm: Communicator) -> None:
             assert_same_bits(received, theirs)
 
 
+@on_ranks(3, (4, 2))
+def test_messages_of_any_rank(comm: Communicator) -> None:
+    if comm.rank > 0:
+        comm.send(np.full(comm.rank, comm.rank, np.int16), 0, tag=comm.rank)
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(np.zeros((2, 0)), 0, tag=9)
+        return
+    sources = set()
+    for _ in range(1, comm.size):
+        message = comm.probe()
+        assert (message.tag, message.dtype, message.shape) == (message.source, "int16", (message.source,))
+        assert comm.recv(message.source, tag=message.tag).tolist() == [message.source] * message.source
+        sources.add(message.source)
+    assert sources == set(range(1, comm.size))
+    with pytest.raises(multiring.TimeoutError, match="for a message of any of ranks 1"):
+        comm.probe(timeout=0.05)
+    comm.barrier()  # nothing is broken
+    message = comm.probe(1)
+    assert (message.source, message.tag, message.shape, message.count) == (1, 9, (2, 0), 0)
+    assert comm.recv(1, tag=9).shape == (2, 0)
+
+
 @on_ranks(1, 3)
 def test_usage(comm: Communicator) -> None:
     x, queue = np.ones(3), comm.named_queue()
@@ -123,6 +148,8 @@ def test_usage(comm: Communicator) -> None:
         (lambda: queue.allreduce(x > 0, name="x", op="average"), "bool has no average"),
         (lambda: comm.reduce_scatter(x > 0, prescale=2.0), "bool cannot be scaled"),
         (lambda: comm.allreduce(x > 0, postscale=2.0), "bool cannot be scaled"),
+        (lambda: comm.allreduce(x, "bitwise_and"), "takes integers or bool"),
+        (lambda: comm.allreduce(x > 0, "bitwise_or", prescale=2.0), "cannot be scaled"),
         (
             lambda: comm.allreduce(x, comm_dtype="int8"),
             "comm_dtype is 'int8'; accepted: float32, float16, b",

@@ -26,7 +26,8 @@ using ReduceKernel = void (*)(const ReduceJob& job);
 /// Converts `count` elements.
 using HalfKernel = void (*)(const void* input, void* output, std::size_t count);
 
-/// One kernel for each dtype and operation (that of average is that of sum, and null for integers), and
+/// One kernel for each dtype and operation (that of average is that of sum, and null for integers; null for
+/// bitwise operations of floating-point numbers), and
 /// conversions of float16 and bfloat16 to float32 and back.
 struct ReduceKernels {
   ReduceKernel table[kDTypeCount][kReduceOpCount];

@@ -45,6 +45,9 @@ class WatchedNetwork final : public Network {
   WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override {
     return watch_.withholding ? wait_for_an_abort(waiting) : network_->wait(tickets, waiting);
   }
+  WaitResult wait_any(std::span<const Ticket> tickets, const WaitOptions& waiting) override {
+    return watch_.withholding ? wait_for_an_abort(waiting) : network_->wait_any(tickets, waiting);
+  }
   bool done(Ticket ticket) const override { return !watch_.withholding && network_->done(ticket); }
   void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
   void progress() override {

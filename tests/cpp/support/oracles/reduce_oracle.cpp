@@ -85,6 +85,11 @@ T scaled(T x, double factor) {
 
 template <typename T>
 T combined(ReduceOp op, T a, T b) {
+  if constexpr (std::is_integral_v<T>) {
+    if (op == ReduceOp::kBitwiseAnd) return static_cast<T>(a & b);
+    if (op == ReduceOp::kBitwiseOr) return static_cast<T>(a | b);
+    if (op == ReduceOp::kBitwiseXor) return static_cast<T>(a ^ b);
+  }
   if constexpr (std::is_same_v<T, bool>) {
     return op == ReduceOp::kSum || op == ReduceOp::kMax ? a || b : a && b;
   } else {

@@ -1,0 +1,93 @@
+// What a thread of the program waits for besides its own operations: work, and messages of any rank; and how
+// long.
+
+#include <algorithm>
+#include <utility>
+
+#include "base/text.h"
+#include "collective/kinds.h"
+#include "engine/communicator.h"
+#include "engine/validate.h"
+
+namespace multiring {
+
+void Communicator::set_timeout(double seconds) {
+  if (!(seconds > 0))  // NaN included
+    throw Error(ErrorKind::kUsage, "a timeout of " + std::to_string(seconds) + " s for communicator '" +
+                                       name() + "': expected a number of seconds above 0");
+  timeout_.store(seconds, std::memory_order_relaxed);
+}
+
+void Communicator::wait(Work& work, const Deadline& deadline, const std::function<void()>& interrupt) const {
+  work.wait(deadline, interrupt, [&](ErrorContext& context) { return explain_wait(work, context); });
+}
+
+std::string Communicator::explain_wait(const Work& work, ErrorContext& context) const {
+  context.rank = rank();
+  context.host = host();
+  std::string text = " on " + exchange_.name_of(rank()) + " (" + host() + ")";
+  bool runs = false;
+  {
+    const std::lock_guard lock(mutex_);
+    runs = std::ranges::any_of(running_, [&](const auto& each) { return each.get() == &work; });
+    if (!runs && !running_.empty()) {
+      // Its kind and name only: the rest may change while it runs.
+      const Descriptor& first = running_.front()->operation().descriptor;
+      text += std::string(", behind ") + traits_of(first).name + " '" + std::string(first.name_view()) + "'";
+    } else if (!runs && busy_) {
+      text += ", behind an operation of another thread";
+    }
+  }
+  const Stragglers absent = exchange_.missing();
+  if (!absent.late.empty()) context.peer = absent.late.front();
+  const std::string missing = exchange_.describe_missing(absent);
+  return text + (runs || missing.empty() ? "" : ", which waits") + missing;
+}
+
+void Communicator::require_peer(const Operation& operation, int peer) const {
+  if (peer == rank()) throw_usage(operation, "a rank cannot send to or receive from itself");
+  if (!transport_->fully_linked() && !transport_->has_link(rank(), peer))
+    throw_usage(operation, "its host " + transport_->host(peer) + " is no neighbour of " +
+                               transport_->host(rank()) +
+                               " (MULTIRING_HOST_LINKS): pass the message on from rank to rank, or use a "
+                               "collective");
+}
+
+std::optional<MessageInfo> Communicator::probe(ProbeRequest request, const CallOptions& options) {
+  throw_if_abandoned();
+  Operation operation;  // the receive that follows, for messages
+  Descriptor& descriptor = operation.descriptor;
+  descriptor.key.kind = OpKind::kReceive;
+  if (request.sources.empty())
+    for (int peer = 0; peer < size(); ++peer)
+      if (peer != rank() && (transport_->fully_linked() || transport_->has_link(peer, rank())))
+        request.sources.push_back(peer);
+  if (request.sources.empty()) throw_usage(operation, "there is no other rank that could send to this one");
+  std::ranges::sort(request.sources);
+  for (const int source : request.sources) {
+    descriptor.key.root = source;
+    validate(operation, rank(), size(), name());
+    require_peer(operation, source);
+  }
+  if (request.sources.size() > 1) descriptor.key.root = -1;
+  {
+    const std::lock_guard lock(mutex_);
+    throw_if_unusable();
+  }
+  std::function<void(double)> stalled;
+  OperationCall call = make_call(descriptor, options, stalled);
+  if (options.timeout > timeout()) call.waiting.stalled = nullptr;  // who says so expects to wait
+  stalled = [&](double waited) {
+    options_.warn(exchange_.where(call) + ", has waited " + seconds_text(waited) + " for a message of " +
+                  rank_list(request.sources, *transport_) + kHowToSilence);
+  };
+  try {
+    exchange_.throw_if_aborted(call);
+    return point_to_point_.probe(call, request);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kTimeout && !transport_->aborted(nullptr)) throw;
+    fail_and_raise(descriptor);
+  }
+}
+
+}  // namespace multiring

@@ -1,0 +1,78 @@
+"""Messages that wait to be received."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from multiring import _core
+from multiring.work import seconds
+
+if TYPE_CHECKING:
+    from multiring.communicator import Communicator
+
+__all__ = ["Message", "Probe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What is known of a message before it is received.
+
+    Attributes:
+        source: The rank that has sent it.
+        tag: Its tag.
+        dtype: Name of its dtype.
+        shape: Its extents.
+    """
+
+    source: int
+    tag: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class Probe:
+    """Waits for messages, in one thread at a time; `Communicator.probe` is enough where nothing stops it.
+
+    Args:
+        comm: The ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._core = _core.Probe(comm._core)
+
+    def wait(
+        self, sources: Sequence[int] = (), needed: Sequence[int] = (), timeout: float | None = None
+    ) -> Message | None:
+        """Waits for a message that can be received. Each is told once: until it is received, its source is
+        passed over. Of several sources, each gets its turn.
+
+        A source that dies is an error, for the message may be its own; one that leaves is none as long as
+        another can send.
+
+        Args:
+            sources: Ranks whose messages are waited for; empty: all but this one.
+            needed: Those of them whose leaving is an error all the same.
+            timeout: Seconds; None: the communicator's default.
+
+        Returns:
+            The message, or None after `stop`.
+
+        Raises:
+            TimeoutError: None has come; nothing is broken.
+            PeerLostError: A source has died, a needed one has left, or all have.
+            AbortedError: The communicator is broken or closed.
+        """
+        found = self._core.wait(list(sources), list(needed), seconds(timeout))
+        return None if found is None else Message(found[0], found[1], found[2], tuple(found[3]))
+
+    def stop(self) -> None:
+        """Ends the wait of another thread; if there is none, the next one. Any thread."""
+        self._core.stop()
