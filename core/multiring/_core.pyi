@@ -30,6 +30,7 @@ __all__: list[str] = [
     "Order",
     "Plan",
     "PlanRequest",
+    "Probe",
     "RankTraffic",
     "ReduceOp",
     "Result",
@@ -166,9 +167,18 @@ class ReduceOp:
       MAX
 
       PRODUCT
+
+      BITWISE_AND
+
+      BITWISE_OR
+
+      BITWISE_XOR
     """
 
     AVERAGE: typing.ClassVar[ReduceOp]
+    BITWISE_AND: typing.ClassVar[ReduceOp]
+    BITWISE_OR: typing.ClassVar[ReduceOp]
+    BITWISE_XOR: typing.ClassVar[ReduceOp]
     MAX: typing.ClassVar[ReduceOp]
     MIN: typing.ClassVar[ReduceOp]
     PRODUCT: typing.ClassVar[ReduceOp]
@@ -646,7 +656,12 @@ class Communicator:
         key: typing.SupportsInt | typing.SupportsIndex,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
     ) -> Communicator | None: ...
-    def submit(self, operation: Operation, priority: typing.SupportsInt | typing.SupportsIndex) -> Work: ...
+    def submit(
+        self,
+        operation: Operation,
+        priority: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> Work: ...
     def symmetric_empty(
         self,
         shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
@@ -677,9 +692,35 @@ class Communicator:
     @property
     def size(self) -> int: ...
     @property
+    def timeout(self) -> float:
+        """
+        Seconds that an operation waits for other ranks where it does not say.
+        """
+    @timeout.setter
+    def timeout(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
     def tuning(self) -> str:
         """
         What algorithms are chosen from, as a text.
+        """
+
+class Probe:
+    """
+    Waits for messages in one thread; any thread may stop it.
+    """
+    def __init__(self, communicator: Communicator) -> None: ...
+    def stop(self) -> None:
+        """
+        Ends the wait, or if there is none the next.
+        """
+    def wait(
+        self,
+        sources: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        needed: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> tuple[int, int, str, list[int]] | None:
+        """
+        Source, tag, dtype and shape of a message that can be received; None: it was stopped.
         """
 
 class NamedQueue:

@@ -183,6 +183,8 @@ WaitResult MpiNetwork::wait_any(std::span<const Ticket> tickets, const WaitOptio
   for (Backoff backoff;; backoff.pause()) {
     {
       const std::lock_guard lock(mutex_);
+      // Before losses: `leave` of this rank makes its receives lost.
+      if (waiting.is_cancelled()) return {Outcome::kCancelled};
       require_usable();
       advance();
       const Message* lost = nullptr;
@@ -194,7 +196,6 @@ WaitResult MpiNetwork::wait_any(std::span<const Ticket> tickets, const WaitOptio
       if (abort_) return {Outcome::kAborted};
       if (lost != nullptr) return {Outcome::kPeerLost, lost->peer, peer(lost->peer).left};
     }
-    if (waiting.is_cancelled()) return {Outcome::kCancelled};
     if (timed.expired()) return {Outcome::kTimeout};
   }
 }

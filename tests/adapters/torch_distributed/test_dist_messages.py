@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -91,6 +93,7 @@ def test_any_source_and_a_rank_that_leaves(comm: Communicator) -> None:
             refuses(multiring.PeerLostError, r"process group '0'", dist.recv, tensors[0])
         elif comm.rank == 1:
             comm.barrier()
+            time.sleep(0.3)  # in which rank 0 would notice that rank 2 has left
             dist.send(numbers((4,), 1), 0)
             dist.send(numbers((4,), 6), 0, tag=5)
             dist.recv(torch.empty(4), 0)

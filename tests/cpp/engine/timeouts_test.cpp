@@ -25,8 +25,8 @@ class TimeoutsTest : public ::testing::TestWithParam<TransportKind> {
 };
 INSTANTIATE_TEST_SUITE_P(Transports, TimeoutsTest, ::testing::ValuesIn(kTransports), kPrinted);
 
-constexpr double kShort = 0.2 * kSlowness;
-constexpr double kLong = 20.0 * kSlowness;
+const double kShort = 0.2 * kSlowness;
+const double kLong = 20.0 * kSlowness;
 
 // In its own time, whatever the operation's is.
 TEST_P(TimeoutsTest, WaitNamesWhoIsLate) {
