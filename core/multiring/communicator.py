@@ -157,9 +157,13 @@ class Communicator(Collectives):
             TimeoutError: None has come. Nothing is broken: call it again.
         """
         asked = [] if src is None else [src]
-        found = Probe(self).wait(asked, asked, timeout)
+        found = self.stoppable_probe().wait(asked, asked, timeout)
         assert found is not None  # nobody stops it
         return found
+
+    def stoppable_probe(self) -> Probe:
+        """`probe` for one thread, which others can stop."""
+        return Probe(self._core)
 
     # Objects.
 

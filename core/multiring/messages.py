@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from multiring import _core
 from multiring.work import seconds
-
-if TYPE_CHECKING:
-    from multiring.communicator import Communicator
 
 __all__ = ["Message", "Probe"]
 
@@ -39,14 +35,10 @@ class Message:
 
 
 class Probe:
-    """Waits for messages, in one thread at a time; `Communicator.probe` is enough where nothing stops it.
+    """Waits for messages, in one thread at a time; made by `Communicator.stoppable_probe`."""
 
-    Args:
-        comm: The ranks.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._core = _core.Probe(comm._core)
+    def __init__(self, core: _core.Communicator) -> None:
+        self._core = _core.Probe(core)
 
     def wait(
         self, sources: Sequence[int] = (), needed: Sequence[int] = (), timeout: float | None = None

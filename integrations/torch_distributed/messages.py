@@ -94,7 +94,7 @@ class Messenger:
     def __init__(self, comm: Communicator, watchers: Watchers) -> None:
         self._comm = comm
         self._watchers = watchers
-        self._probe = core.Probe(comm)
+        self._probe = comm.stoppable_probe()
         self._lock = threading.Lock()
         self._outgoing: dict[int, deque[Message]] = {}
         self._sending: set[int] = set()
