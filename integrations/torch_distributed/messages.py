@@ -201,7 +201,8 @@ class Messenger:
                     self._deliver(receive, found.source, payload)
         except MultiringError as error:
             self._fail(error)  # from here on no receive is for it
-            receive = receive or (aside and aside.receive)
+            if receive is None and aside is not None:
+                receive = aside.receive
             if receive is not None:
                 receive.end(error)
 
