@@ -37,7 +37,8 @@ def allreduce(
     Args:
         x: Array of the same shape and dtype on all ranks, or a pytree of such arrays, as in `jax.lax.psum`.
             Of a tree all arrays travel together; a list is a tree. None is no array.
-        op: "sum", "average" (integers truncate toward zero), "min", "max" or "product".
+        op: "sum", "average" (integers truncate toward zero), "min", "max", "product", or of integers and bool
+            "bitwise_and", "bitwise_or" or "bitwise_xor".
         comm: Ranks that take part; the world by default.
         name: What the ranks' calls are matched by, and messages call it. Without one a call is matched by its
             place in the program, and all ranks have to make such calls in one order. Needed where several

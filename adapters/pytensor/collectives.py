@@ -31,7 +31,8 @@ def allreduce(
     Args:
         x: Tensor variable of any dtype that the core reduces, of the same shape on every rank.
         name: What the peers call it: reductions are matched by it. Unique within a function.
-        op: "sum", "average", "min", "max" or "product". Only the first two have a gradient.
+        op: "sum", "average", "min", "max", "product", or of integers and bool "bitwise_and", "bitwise_or" or
+            "bitwise_xor". Only the first two have a gradient.
         comm: The ranks; the world by default.
 
     Returns:

@@ -54,7 +54,8 @@ def allreduce(
     Args:
         tensor: Tensor of any shape, the same shape and dtype on all ranks; or `tf.IndexedSlices`, of which
             ranks may have different rows ("sum" and "average" only).
-        op: "sum", "average", "min", "max" or "product".
+        op: "sum", "average", "min", "max", "product", or of integers and bool "bitwise_and", "bitwise_or" or
+            "bitwise_xor".
         name: Name by which the ranks' operations find each other.
         comm: Ranks that take part; the world by default.
         step: A number (int64) that has to be the same on all ranks; see `next_step`.

@@ -52,7 +52,7 @@ std::string advice_on_order(const Elsewhere& elsewhere, const std::vector<int>& 
 }  // namespace
 
 void Exchange::begin(const Descriptor& descriptor) {
-  round_.store(round() + 1, std::memory_order_relaxed);
+  ++round_;
   staged_ = 0;
   auto* header = reinterpret_cast<Descriptor*>(transport_.header(rank(), round()));
   *header = descriptor;
@@ -187,22 +187,26 @@ void Exchange::throw_for_peer(const OperationCall& call, const WaitResult& resul
       context(call, peer));
 }
 
-void Exchange::throw_for_any(const OperationCall& call, const WaitResult& result,
-                             const AnySource& any) const {
+void Exchange::throw_for_any(const OperationCall& call, const WaitResult& result, const AnySource& any,
+                             const std::string& told) const {
   const bool timeout = result.outcome == WaitResult::Outcome::kTimeout;
-  if (any.sources().size() == 1 && timeout) throw_for_peer(call, result, any.sources().front());
+  const bool one = any.sources().size() == 1;
+  if (one && timeout && told.empty()) throw_for_peer(call, result, any.sources().front());
   const std::string names = names_of(any.sources());
   if (timeout)
-    throw Error(
-        ErrorKind::kTimeout,
-        where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) +
-            " for a message of any of " + names +
-            ", none of which has sent one. MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-        context(call, -1));
-  if (any.sources().size() == 1 || !any.all_left()) throw_for(call, result);
+    throw Error(ErrorKind::kTimeout,
+                where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) +
+                    " for a message of " + (one ? "" : "any of ") + names +
+                    (told.empty() ? ", none of which has sent one" : ": " + told) +
+                    ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
+                context(call, one ? any.sources().front() : -1));
+  if (result.outcome != WaitResult::Outcome::kPeerLost || one || !any.all_ended()) throw_for(call, result);
+  throw_if_aborted(call);
+  const std::string cause = cause_of_leaving(call, result.peer);
   throw Error(ErrorKind::kPeerLost,
-              where(call) + ", waited for a message of any of " + names +
-                  ", and all of them have left: none can come. Look at the output of those ranks.",
+              where(call) + ", waited for a message of any of " + names + ", and all of them have left" +
+                  (any.any_gone() ? " or died" : "") + ": none can come" +
+                  (cause.empty() ? "" : "; " + cause) + ". Look at the output of those ranks.",
               context(call, result.peer));
 }
 
@@ -276,24 +280,26 @@ void Exchange::throw_lost(const OperationCall& call, const WaitResult& result) c
   std::string died = result.peer_gone ? "nothing answers at its address: it has exited or died"
                                       : "its process has died (killed, crashed or out of memory)";
   if (transport_.host(peer) != transport_.host(rank())) died += ", or its host cannot be reached any more";
+  const std::string cause = result.peer_left ? cause_of_leaving(call, peer) : std::string();
+  const std::string left = !cause.empty()
+                               ? "it has left, and " + cause
+                               : "it has shut down or exited while others still needed it (had it fewer "
+                                 "batches than the others, or did it catch an error and leave?)";
   throw Error(ErrorKind::kPeerLost,
               where(call) + ", lost " + name_of(peer) + " on " + transport_.host(peer) + " (process " +
-                  std::to_string(transport_.process_id(peer)) +
-                  "): " + (result.peer_left ? why_left(call, peer) : died) + ". It was last in " +
-                  last_operation(peer) + ". Look at that rank's output.",
+                  std::to_string(transport_.process_id(peer)) + "): " + (result.peer_left ? left : died) +
+                  ". It was last in " + last_operation(peer) + ". Look at that rank's output.",
               context(call, peer));
 }
 
 // It may have left because of an error elsewhere, which may arrive after its goodbye.
-std::string Exchange::why_left(const OperationCall& call, int peer) const {
+std::string Exchange::cause_of_leaving(const OperationCall& call, int peer) const {
   for (int times = 0; times < kCauseChecks; ++times) {
-    if (const std::string cause = elsewhere_.was_ended(peer); !cause.empty())
-      return "it has left, and " + cause;
+    if (const std::string cause = elsewhere_.was_ended(peer); !cause.empty()) return cause;
     std::this_thread::sleep_for(kBetweenCauseChecks);
     throw_if_aborted(call);
   }
-  return "it has shut down or exited while others still needed it (had it fewer batches than the others, or "
-         "did it catch an error and leave?)";
+  return "";
 }
 
 void Exchange::throw_if_aborted(const OperationCall& call) const {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -42,7 +41,7 @@ class MULTIRING_API Exchange {
   int rank() const { return transport_.rank(); }
   int size() const { return transport_.size(); }
   Transport& transport() const { return transport_; }
-  std::uint64_t round() const { return round_.load(std::memory_order_relaxed); }
+  std::uint64_t round() const { return round_; }
   PlanCache& plans() { return plans_; }
   const PlanCache& plans() const { return plans_; }
 
@@ -89,9 +88,10 @@ class MULTIRING_API Exchange {
 
   /// Turns a wait on one peer (a mailbox) that failed into an error.
   [[noreturn]] void throw_for_peer(const OperationCall& call, const WaitResult& result, int peer) const;
-  /// Turns a wait on a mailbox of any of several ranks that failed into an error.
-  [[noreturn]] void throw_for_any(const OperationCall& call, const WaitResult& result,
-                                  const AnySource& any) const;
+  /// Turns a wait on a mailbox of any of several ranks that failed into an error. `told`: which messages are
+  /// here all the same, for a timeout; may be empty.
+  [[noreturn]] void throw_for_any(const OperationCall& call, const WaitResult& result, const AnySource& any,
+                                  const std::string& told) const;
   /// The same in the middle of an operation that all ranks are in. `peer`: negative if unknown.
   [[noreturn]] void throw_in_progress(const OperationCall& call, const WaitResult& result, int peer) const;
   /// Turns a wait of this operation that failed into an error.
@@ -103,8 +103,11 @@ class MULTIRING_API Exchange {
   [[noreturn]] void throw_usage_of(const OperationCall& call, const std::string& what) const;
   /// Raises the error that a peer reported, if there is one.
   void throw_if_aborted(const OperationCall& call) const;
-  /// The ranks that this one waits for in the current round. Any thread.
+  /// The ranks that this one waits for in the current round.
   Stragglers missing() const { return transport_.stragglers(round()); }
+  /// The same for any thread: in the round at which this rank has arrived last, for in the next one it may
+  /// have to do its own part yet.
+  Stragglers awaited() const { return transport_.stragglers(transport_.arrived(rank())); }
   /// " for rank 1; rank 1 (process 12) was last in init", or what else `absent` are; empty: there are none.
   std::string describe_missing(const Stragglers& absent) const;
   /// The same as text for a warning.
@@ -125,7 +128,8 @@ class MULTIRING_API Exchange {
   [[noreturn]] void throw_timeout(const OperationCall& call) const;
   [[noreturn]] void throw_not_forwarded(const OperationCall& call, const Stragglers& missing) const;
   [[noreturn]] void throw_lost(const OperationCall& call, const WaitResult& result) const;
-  std::string why_left(const OperationCall& call, int peer) const;
+  /// Because of what a rank has left; empty: not known. Raises the error of another rank that arrives now.
+  std::string cause_of_leaving(const OperationCall& call, int peer) const;
   [[noreturn]] void throw_aborted(const OperationCall& call, const AbortRecord& record) const;
   std::string names_of(const std::vector<int>& ranks) const;
   /// "rank 1 (process 12<status>init", and where it waits for this rank.
@@ -135,7 +139,7 @@ class MULTIRING_API Exchange {
 
   Transport& transport_;
   std::string communicator_;
-  std::atomic<std::uint64_t> round_{0};  // written by the thread that drives, relaxed; others only report it
+  std::uint64_t round_ = 0;
   std::size_t staged_ = 0;
   PlanCache plans_;
   Elsewhere elsewhere_;

@@ -55,7 +55,7 @@ class PointToPoint::MailboxLock : Immovable {
       probed = probing_ != nullptr && probing_->load(std::memory_order_relaxed) > 0;
     }
     mailbox_.idle.notify_one();
-    if (probed) transport_.wake();
+    if (probed) transport_.wake_receives();
   }
 
  private:
@@ -126,7 +126,8 @@ std::optional<MessageInfo> PointToPoint::probe(const OperationCall& call, const 
     ~Counted() { count.fetch_sub(1, std::memory_order_relaxed); }
   } const counted(probing_);
   // Relaxed: only that no source is always the last.
-  const std::size_t first = first_source_.fetch_add(1, std::memory_order_relaxed);
+  const auto next = std::ranges::upper_bound(request.sources, last_told_.load(std::memory_order_relaxed));
+  const auto first = static_cast<std::size_t>(next - request.sources.begin());
   std::optional<MessageInfo> found;
   const auto ready = [&] {
     if (request.stopped != nullptr && request.stopped->load(std::memory_order_seq_cst)) return true;
@@ -134,9 +135,11 @@ std::optional<MessageInfo> PointToPoint::probe(const OperationCall& call, const 
       found = next_message(call, request.sources[(first + at) % request.sources.size()]);
     return found.has_value();
   };
-  AnySource any(request.sources, request.needed, ready, [this](int source) { return is_silent(source); });
+  AnySource any(request.sources, request.needed, ready,
+                [this](int source, bool left) { return is_over(source, left); });
   const WaitResult result = exchange_.transport().await_any(any, call.waiting);
-  if (!result.ok()) exchange_.throw_for_any(call, result, any);
+  if (!result.ok()) exchange_.throw_for_any(call, result, any, describe_told(request.sources));
+  if (found) last_told_.store(found->source, std::memory_order_relaxed);
   return found;
 }
 
@@ -155,10 +158,27 @@ std::optional<MessageInfo> PointToPoint::next_message(const OperationCall& call,
   return MessageInfo{source, envelope.tag, sent.dtype, {sent.shape.begin(), sent.shape.begin() + sent.dims}};
 }
 
-bool PointToPoint::is_silent(int source) {
+bool PointToPoint::is_over(int source, bool left) {
   MailboxState& mailbox = received_[static_cast<std::size_t>(source)];
   const std::lock_guard lock(mailbox.mutex);
-  return !mailbox.busy && !exchange_.transport().has_written(source, mailbox.chunks + 1);
+  if (mailbox.busy) return false;
+  return (mailbox.told && !left) || !exchange_.transport().has_written(source, mailbox.chunks + 1);
+}
+
+std::string PointToPoint::describe_told(const std::vector<int>& sources) {
+  std::string text;
+  for (const int source : sources) {
+    MailboxState& mailbox = received_[static_cast<std::size_t>(source)];
+    const std::lock_guard lock(mailbox.mutex);
+    if (mailbox.busy || !mailbox.told) continue;
+    Envelope envelope;
+    std::memcpy(static_cast<void*>(&envelope),
+                exchange_.transport().mailbox_header(source, exchange_.rank(), mailbox.chunks + 1),
+                sizeof envelope);
+    text += (text.empty() ? "" : "; ") + exchange_.name_of(source) + " has sent a message with tag " +
+            std::to_string(envelope.tag) + ", of which a probe has told before: receive it first";
+  }
+  return text;
 }
 
 void PointToPoint::receive(const OperationCall& call, Operation& operation, std::int64_t tag) {

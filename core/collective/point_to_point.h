@@ -45,7 +45,8 @@ class PointToPoint {
   /// thread of this rank receives from it; else empty.
   std::string describe_mutual_send(int peer);
   /// Waits for a message that can be received, and tells what it is; of several, those of all sources get
-  /// their turn. Each is told once: until it is received, its source is passed over. Empty: stopped.
+  /// their turn. Each is told once: until it is received, its source is passed over, as by MPI_Mprobe. Empty:
+  /// stopped. `sources` are in order, and none is there twice.
   std::optional<MessageInfo> probe(const OperationCall& call, const ProbeRequest& request);
   /// key.root is the source. With `operation.output` null takes dtype and shape from the message and
   /// allocates the result, else raises a mismatch error unless dtype and count are as expected.
@@ -66,15 +67,18 @@ class PointToPoint {
 
   [[noreturn]] void throw_unsent(const OperationCall& call, const WaitResult& result, int destination);
   std::optional<MessageInfo> next_message(const OperationCall& call, int source);
-  bool is_silent(int source);
+  /// AnySource's: of one that has left a message that was told can still be received.
+  bool is_over(int source, bool left);
+  /// "rank 1 has sent a message with tag 9, ...", of messages that were told and not received; or empty.
+  std::string describe_told(const std::vector<int>& sources);
   void accept(const OperationCall& call, Operation& operation, const Envelope& envelope,
               std::int64_t tag) const;
 
   Exchange& exchange_;
   std::vector<MailboxState> sent_;
   std::vector<MailboxState> received_;
-  std::atomic<int> probing_{0};               // threads
-  std::atomic<std::size_t> first_source_{0};  // of the next probe
+  std::atomic<int> probing_{0};     // threads
+  std::atomic<int> last_told_{-1};  // source
 };
 
 }  // namespace multiring

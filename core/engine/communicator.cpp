@@ -301,6 +301,8 @@ void Communicator::prepare(Operation& operation) {
 std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
                                            std::shared_ptr<void> keep_alive, double timeout) {
   prepare(operation);
+  if (timeout == 0)
+    throw_usage(operation, "a timeout of 0 s for an asynchronous operation: expected a number above 0");
   const QueuedWork queued{std::make_shared<Work>(std::move(operation), std::move(keep_alive), error_seen_),
                           priority, timeout};
   enqueue({&queued, 1});

@@ -122,7 +122,9 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// `request.stopped` was set. Runs beside other operations. When the time is up nothing is broken.
   std::optional<MessageInfo> probe(ProbeRequest request, const CallOptions& call);
   /// Lets waits of this rank look whether they are stopped.
-  void wake() { transport_->wake(); }
+  void wake() {
+    if (!abandoned_.load(std::memory_order_acquire)) transport_->wake();
+  }
 
   /// Splits into groups of equal color, ranked by key, then by rank. Collective. Negative color: null.
   std::shared_ptr<Communicator> split(std::int64_t color, std::int64_t key, const CallOptions& call);

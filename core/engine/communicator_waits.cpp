@@ -38,7 +38,7 @@ std::string Communicator::explain_wait(const Work& work, ErrorContext& context) 
       text += ", behind an operation of another thread";
     }
   }
-  const Stragglers absent = exchange_.missing();
+  const Stragglers absent = exchange_.awaited();
   if (!absent.late.empty()) context.peer = absent.late.front();
   const std::string missing = exchange_.describe_missing(absent);
   return text + (runs || missing.empty() ? "" : ", which waits") + missing;
@@ -64,12 +64,17 @@ std::optional<MessageInfo> Communicator::probe(ProbeRequest request, const CallO
         request.sources.push_back(peer);
   if (request.sources.empty()) throw_usage(operation, "there is no other rank that could send to this one");
   std::ranges::sort(request.sources);
+  const auto twice = std::ranges::unique(request.sources);
+  request.sources.erase(twice.begin(), twice.end());
   for (const int source : request.sources) {
     descriptor.key.root = source;
     validate(operation, rank(), size(), name());
     require_peer(operation, source);
   }
   if (request.sources.size() > 1) descriptor.key.root = -1;
+  for (const int needed : request.needed)
+    if (!std::ranges::binary_search(request.sources, needed))
+      throw_usage(operation, exchange_.name_of(needed) + " is needed, but its messages are not waited for");
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
@@ -81,11 +86,20 @@ std::optional<MessageInfo> Communicator::probe(ProbeRequest request, const CallO
     options_.warn(exchange_.where(call) + ", has waited " + seconds_text(waited) + " for a message of " +
                   rank_list(request.sources, *transport_) + kHowToSilence);
   };
+  bool time_is_up = false;
   try {
     exchange_.throw_if_aborted(call);
-    return point_to_point_.probe(call, request);
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kTimeout && !transport_->aborted(nullptr)) throw;
+    try {
+      return point_to_point_.probe(call, request);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kTimeout) {
+        exchange_.throw_if_aborted(call);  // what has broken the group meanwhile comes first
+        time_is_up = true;
+      }
+      throw;
+    }
+  } catch (const Error&) {
+    if (time_is_up) throw;
     fail_and_raise(descriptor);
   }
 }

@@ -146,7 +146,8 @@ class Communicator(Collectives):
             message = comm.probe()  # of any rank
             array = comm.recv(message.source, tag=message.tag)
 
-        Each message is told once. Of several ranks that have sent, each gets its turn.
+        Each message is told once, as by MPI_Mprobe: until it is received, `probe` passes over its source. Of
+        several ranks that have sent, each gets its turn.
 
         Args:
             src: Rank that sends; None: any. Then a rank that dies is an error, for the message may be its
@@ -154,7 +155,7 @@ class Communicator(Collectives):
             timeout: Seconds to wait for the message.
 
         Raises:
-            TimeoutError: None has come. Nothing is broken: call it again.
+            TimeoutError: None has come, or one has that was told before. Nothing is broken: call it again.
         """
         asked = [] if src is None else [src]
         found = self.stoppable_probe().wait(asked, asked, timeout)

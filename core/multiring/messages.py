@@ -33,6 +33,11 @@ class Message:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.count * _core.dtype_size(self.dtype)
+
 
 class Probe:
     """Waits for messages, in one thread at a time; made by `Communicator.stoppable_probe`."""
@@ -43,11 +48,12 @@ class Probe:
     def wait(
         self, sources: Sequence[int] = (), needed: Sequence[int] = (), timeout: float | None = None
     ) -> Message | None:
-        """Waits for a message that can be received. Each is told once: until it is received, its source is
-        passed over. Of several sources, each gets its turn.
+        """Waits for a message that can be received. Each is told once, as by MPI_Mprobe: until it is
+        received, its source is passed over. Of several sources, each gets its turn.
 
         A source that dies is an error, for the message may be its own; one that leaves is none as long as
-        another can send.
+        another can send. One that has left before this rank was connected with it cannot be told from a dead
+        one, and is an error after two seconds.
 
         Args:
             sources: Ranks whose messages are waited for; empty: all but this one.
@@ -58,7 +64,8 @@ class Probe:
             The message, or None after `stop`.
 
         Raises:
-            TimeoutError: None has come; nothing is broken.
+            UsageError: `needed` has a rank that is not in `sources`.
+            TimeoutError: None has come, or one has that was told before; nothing is broken.
             PeerLostError: A source has died, a needed one has left, or all have.
             AbortedError: The communicator is broken or closed.
         """

@@ -26,8 +26,10 @@ class MULTIRING_API Mailboxes {
   /// Whether chunk `chunk` of `source` has arrived. Does not wait, and may be called during another wait.
   virtual bool has_written(int source, std::uint64_t chunk) const = 0;
   virtual WaitResult await_written(int source, std::uint64_t chunk, const WaitOptions& waiting) = 0;
-  /// Waits until `any.ready()`, which a chunk of one of its sources, or `wake`, may make true.
+  /// Waits until `any.ready()`, which a chunk of one of its sources, or a thread that calls `wake` or
+  /// `wake_receives`, may make true.
   virtual WaitResult await_any(AnySource& any, const WaitOptions& waiting) = 0;
+  virtual void wake_receives() = 0;
   /// Waits until chunk `chunk` (0: none) sent to `destination` has been read.
   virtual WaitResult await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) = 0;
 

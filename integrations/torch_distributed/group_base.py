@@ -30,6 +30,9 @@ from multiring.torch_distributed.work import GroupWork, Part
 
 __all__ = ["GroupBase", "Outputs", "Start"]
 
+# Seconds, for those who ask for a group's timeout where it is infinite.
+_NEVER = 1e9
+
 Outputs = Callable[[], Tensors]
 Start = Callable[[Communicator, Tensors], list[Part]]
 
@@ -117,7 +120,7 @@ class GroupBase(dist.ProcessGroup):
         if kind != "cpu":
             text = f"no backend for {kind}: the backend 'multiring' takes CPU tensors"
             raise self.explained(UsageError(text, rank=self.comm.rank))
-        return CpuBackend(self, timedelta(seconds=self.comm.timeout))
+        return CpuBackend(self, timedelta(seconds=min(self.comm.timeout, _NEVER)))
 
     name = getBackendName
     _get_backend_name = getBackendName
@@ -147,8 +150,9 @@ class GroupBase(dist.ProcessGroup):
             what: The function that was called.
             outputs: Gives the tensors that get the results.
             start: Submits them to a communicator, with memory for these tensors.
-            options: Which may have a timeout of the operations.
-            deadline: Seconds in which they have to end, where they have no timeout themselves.
+            options: Which may have a timeout of the operations: they have to end in it, also those that wait
+                for others, or that run together with others that have more time.
+            deadline: Seconds in which they have to end where there is none.
         """
         timeout = seconds_of(*options)
         comm = self.comm if timeout is None else cast("Communicator", TimedCommunicator(self.comm, timeout))
@@ -163,7 +167,7 @@ class GroupBase(dist.ProcessGroup):
         copies = [pair for pair in zip(given, targets, strict=True) if pair[0] is not pair[1]]
         if copies and parts:
             parts[-1] = parts[-1].followed_by(lambda: [out.detach().copy_(copy) for out, copy in copies])
-        work = GroupWork(self, parts, given, deadline)
+        work = GroupWork(self, parts, given, deadline if timeout is None else timeout)
         if self._coalesced is not None:
             # Those that have ended are let go of: a block that raises has no end that would do it.
             while self._coalesced and self._coalesced[0].is_success():

@@ -8,6 +8,7 @@ thread for each destination. A message to the rank itself is put aside, or deliv
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -25,8 +26,9 @@ __all__ = ["Message", "Messenger"]
 
 # How long the thread waits for a message: who waits for one has a deadline of his own.
 _FOREVER = 1e8
-# Elements of a message that is taken by a thread of its own, beside which others are received.
-_LONG = 16 * 1024
+# Bytes of a message that is all here when it is found: one chunk of a mailbox. A longer one is taken by a
+# thread of its own, beside which others are received.
+_SHORT = 64 * 1024
 
 
 class Message:
@@ -114,10 +116,11 @@ class Messenger:
                 self._deliver_own(tensor.clone(), tag)
                 message.end()
             else:
-                self._outgoing.setdefault(destination, deque()).append(message)
+                queue = self._outgoing.setdefault(destination, deque())
                 if destination not in self._sending:
+                    self._watchers.run(lambda: self._send_all(destination))  # which waits for the lock
                     self._sending.add(destination)
-                    self._watchers.run(lambda: self._send_all(destination))
+                queue.append(message)
         return message
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Message:
@@ -127,12 +130,12 @@ class Messenger:
             if self._failure is not None:
                 message.end(self._failure)
             elif not self._taken_from_aside(message):
-                self._posted.append(message)
                 if not self._receiving:
+                    self._watchers.run(self._receive_all)  # which waits for the lock
                     self._receiving = True
-                    self._watchers.run(self._receive_all)
                 elif source not in self._probed:
                     self._probe.stop()  # and begins anew
+                self._posted.append(message)
         return message
 
     def close(self, error: MultiringError) -> None:
@@ -150,9 +153,10 @@ class Messenger:
             try:
                 self._comm.send(message.tensor, destination, message.tag)
                 message.end()
-            except MultiringError as error:
-                message.end(error)
-                self._fail(error)
+            except BaseException as error:
+                fault = self._fault(error, f"send to rank {destination}")
+                message.end(fault)
+                self._fail(fault)
 
     def _receive_all(self) -> None:
         """Takes messages as long as a receive waits for any."""
@@ -163,8 +167,8 @@ class Messenger:
                 found = self._probe.wait(asked, needed, _FOREVER)
                 if found is not None:
                     self._take(found)
-        except MultiringError as error:
-            self._fail(error)
+        except BaseException as error:
+            self._fail(self._fault(error, "receive messages"))
 
     def _sources(self) -> set[int | None] | None:
         """Whose messages receives wait for (None among them: any); None: the thread ends."""
@@ -181,10 +185,12 @@ class Messenger:
             if receive is None:  # keeps its place among those of its source
                 aside = _Aside(found.tag)
                 self._aside.setdefault(found.source, deque()).append(aside)
-        if found.count > _LONG:
+        if found.nbytes <= _SHORT:
+            return self._collect(found, receive, aside)
+        try:
             self._watchers.run(lambda: self._collect(found, receive, aside))
-        else:
-            self._collect(found, receive, aside)
+        except RuntimeError as error:
+            self._lose(error, found, receive, aside)
 
     def _collect(self, found: core.Message, receive: Message | None, aside: _Aside | None) -> None:
         """Receives what was found: for a receive, or aside."""
@@ -199,12 +205,30 @@ class Messenger:
                     aside.payload, receive = payload, aside.receive
                 if receive is not None:
                     self._deliver(receive, found.source, payload)
-        except MultiringError as error:
-            self._fail(error)  # from here on no receive is for it
-            if receive is None and aside is not None:
-                receive = aside.receive
-            if receive is not None:
-                receive.end(error)
+        except BaseException as error:
+            self._lose(error, found, receive, aside)
+
+    def _lose(
+        self, error: BaseException, found: core.Message, receive: Message | None, aside: _Aside | None
+    ) -> None:
+        """Ends the group because what was found cannot be received."""
+        fault = self._fault(error, f"receive the message with tag {found.tag} of rank {found.source}")
+        self._fail(fault)  # from here on no receive is for it
+        if receive is None and aside is not None:
+            receive = aside.receive
+        if receive is not None:
+            receive.end(fault)
+
+    def _fault(self, error: BaseException, what: str) -> MultiringError:
+        """The error of a thread as one of the group, which it ends on all ranks: nobody else would see it."""
+        if isinstance(error, MultiringError):
+            return error
+        text = f"rank {self._comm.rank} cannot {what}: {type(error).__name__}: {error}"
+        with contextlib.suppress(MultiringError):
+            self._comm.abort(text)
+        fault = errors.InternalError(text, rank=self._comm.rank, host=self._comm.host)
+        fault.__cause__ = error
+        return fault
 
     # With the lock held.
 

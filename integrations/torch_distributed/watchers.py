@@ -30,13 +30,21 @@ class Watchers:
         self._threads: list[threading.Thread] = []
 
     def run(self, function: Callable[[], None]) -> None:
-        """Calls a function, which must not raise, in a thread."""
+        """Calls a function, which must not raise, in a thread.
+
+        Raises:
+            RuntimeError: No thread can be started; the function is not called.
+        """
         with self._changed:
             self._waiting.append(function)
             if self._idle < len(self._waiting):
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._waiting.pop()
+                    raise
                 self._threads.append(thread)
-                thread.start()
             else:
                 self._changed.notify()
 

@@ -206,9 +206,7 @@ WaitResult RemoteMessages::drive_any(AnySource& any, std::span<const int> remote
     options.deadline = Deadline::after(std::min(kSharedTimeSlice, slice.deadline.remaining()));
     return options;
   };
-  const auto noted = [&any](const WaitResult& result) {
-    return result.outcome == Outcome::kPeerLost ? any.note_end(result) : result;
-  };
+  if (const WaitResult ended = find_ended(any, remote); !ended.ok()) return ended;
   std::vector<Network::Link> missing;
   std::vector<Ticket> wanted;
   {
@@ -217,16 +215,42 @@ WaitResult RemoteMessages::drive_any(AnySource& any, std::span<const int> remote
       if (any.has_left(rank) || !any.is_silent(rank)) continue;
       if (peer(rank).linked)
         wanted.push_back(peer(rank).chunk_receive);
-      else
+      else if (!any.is_gone(rank) && !any.is_unreachable(rank))
         std::ranges::copy(links_of(rank), std::back_inserter(missing));
     }
   }
   if (!missing.empty()) {
-    const WaitResult result = noted(network_.connect_on_demand(missing, brief()));
+    const WaitResult result = connect_any(any, missing, brief());
     if (!result.ok() && result.outcome != Outcome::kTimeout) return result;
     if (wanted.empty()) return {};
   }
-  return noted(network_.wait_any(wanted, brief()));
+  const WaitResult result = network_.wait_any(wanted, brief());
+  return result.outcome == Outcome::kPeerLost ? any.note_end(result) : result;
+}
+
+// One whose message was told, and not received, has no receive that fails; nor has one without a link.
+WaitResult RemoteMessages::find_ended(AnySource& any, std::span<const int> remote) {
+  for (const int rank : remote) {
+    if (any.has_left(rank) || (any.is_silent(rank) && !any.is_gone(rank) && !any.is_unreachable(rank)))
+      continue;
+    WaitResult ended = network_.ended(rank);
+    if (!ended.ok()) ended = any.note_end(ended);
+    if (!ended.ok()) return ended;
+  }
+  return any.gone_for_long();
+}
+
+WaitResult RemoteMessages::connect_any(AnySource& any, std::span<const Network::Link> missing,
+                                       const WaitOptions& slice) {
+  try {
+    const WaitResult result = network_.connect_on_demand(missing, slice);
+    return result.outcome == Outcome::kPeerLost ? any.note_end(result) : result;
+  } catch (const Error& error) {
+    const int source = error.context().peer;
+    if (std::ranges::find(missing, source, &Network::Link::peer) == missing.end()) throw;
+    any.note_unreachable(source, error);
+    return {};
+  }
 }
 
 /// Whether a message is done; 0: one whose ticket is released.

@@ -93,6 +93,10 @@ class RemoteMessages {
                    const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& waiting);
   WaitResult drive(int rank, const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& slice);
   WaitResult drive_any(AnySource& any, std::span<const int> remote, const WaitOptions& slice);
+  /// The end of a source that no receive tells of, if that ends the wait.
+  WaitResult find_ended(AnySource& any, std::span<const int> remote);
+  /// Makes links to sources; one that cannot be made concerns its source alone.
+  WaitResult connect_any(AnySource& any, std::span<const Network::Link> missing, const WaitOptions& slice);
 
   Network& network_;
   int rank_;

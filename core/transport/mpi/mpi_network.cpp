@@ -188,13 +188,16 @@ WaitResult MpiNetwork::wait_any(std::span<const Ticket> tickets, const WaitOptio
       require_usable();
       advance();
       const Message* lost = nullptr;
+      const Message* out_of_step = nullptr;
       for (const Ticket ticket : tickets) {
         const auto found = messages_.find(ticket);
         if (found == messages_.end() || found->second.state == State::kDone) return {};
         if (found->second.state == State::kLost) lost = &found->second;
+        if (found->second.state == State::kOutOfStep) out_of_step = &found->second;
       }
       if (abort_) return {Outcome::kAborted};
       if (lost != nullptr) return {Outcome::kPeerLost, lost->peer, peer(lost->peer).left};
+      if (out_of_step != nullptr) throw_out_of_step(*out_of_step);
     }
     if (timed.expired()) return {Outcome::kTimeout};
   }
@@ -234,11 +237,14 @@ bool MpiNetwork::check_tickets(std::span<const Ticket> tickets, WaitResult* resu
     *result = {Outcome::kPeerLost, lost, peer(lost).left};
     return true;
   }
-  if (out_of_step != nullptr)
-    throw Error(ErrorKind::kInternal, "a wait for message " + std::to_string(out_of_step->sequence) +
-                                          " on channel " + std::to_string(out_of_step->channel) + " with " +
-                                          named(out_of_step->peer) + ", of which another was given up");
+  if (out_of_step != nullptr) throw_out_of_step(*out_of_step);
   return false;
+}
+
+void MpiNetwork::throw_out_of_step(const Message& message) const {
+  throw Error(ErrorKind::kInternal, "a wait for message " + std::to_string(message.sequence) +
+                                        " on channel " + std::to_string(message.channel) + " with " +
+                                        named(message.peer) + ", of which another was given up");
 }
 
 bool MpiNetwork::done(Ticket ticket) const {

@@ -116,6 +116,7 @@ class MULTIRING_API MpiNetwork final : public Network {
   void on_control_message(const ControlMessage& message);
   void fail_pending(int peer);
   bool check_tickets(std::span<const Ticket> tickets, WaitResult* result);
+  [[noreturn]] void throw_out_of_step(const Message& message) const;
   void send_control(int peer, const ControlMessage& message);
   std::vector<StreamCounts> posted_counts() const;
   void cancel_receives();

@@ -200,6 +200,8 @@ WaitResult SharedTransport::await_any(AnySource& any, const WaitOptions& waiting
   return wait(state(rank_).mailboxes, AnyChunk{any}, waiting);
 }
 
+void SharedTransport::wake_receives() { notify(state(rank_).mailboxes); }
+
 template <class Ready>
 WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const WaitOptions& waiting) {
   if (ready()) return {};
@@ -296,9 +298,8 @@ WaitResult SharedTransport::find_lost_source(AnySource& any) const {
   for (const int source : any.sources()) {
     if (is_remote(source) || any.has_left(source)) continue;
     const WaitResult end = end_of(source);
-    // What it has sent before counts: looked for after its end.
-    if (end.ok() || !any.is_silent(source)) continue;
-    const WaitResult ended = any.note_end(end);
+    if (end.ok()) continue;
+    const WaitResult ended = any.note_end(end);  // what it has sent before counts: looked for after its end
     if (!ended.ok() && (found.ok() || found.peer_left)) found = ended;
   }
   return found;

@@ -70,6 +70,7 @@ class MULTIRING_API SharedTransport : public Transport {
   bool has_written(int source, std::uint64_t chunk) const override;
   WaitResult await_written(int source, std::uint64_t chunk, const WaitOptions& waiting) override;
   WaitResult await_any(AnySource& any, const WaitOptions& waiting) override;
+  void wake_receives() override;
   WaitResult await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) override;
   WaitResult await_sent(int, const WaitOptions&) override { return {}; }
 

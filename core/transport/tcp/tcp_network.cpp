@@ -162,27 +162,34 @@ bool TcpNetwork::check_tickets(std::span<const Ticket> tickets, WaitResult* resu
     *result = {Outcome::kPeerLost, lost_peer, peer(lost_peer).left};
     return true;
   }
-  if (out_of_step != nullptr)
-    throw Error(ErrorKind::kInternal, "a wait for message " + std::to_string(out_of_step->sequence) +
-                                          " on channel " + std::to_string(out_of_step->channel) +
-                                          " between rank " + std::to_string(options_.rank) + " and rank " +
-                                          std::to_string(out_of_step->peer) + ", of which rank " +
-                                          std::to_string(options_.rank) + " gave up another one");
+  if (out_of_step != nullptr) throw_out_of_step(*out_of_step);
   return false;
+}
+
+void TcpNetwork::throw_out_of_step(const Message& message) const {
+  throw Error(ErrorKind::kInternal, "a wait for message " + std::to_string(message.sequence) +
+                                        " on channel " + std::to_string(message.channel) + " between rank " +
+                                        std::to_string(options_.rank) + " and rank " +
+                                        std::to_string(message.peer) + ", of which rank " +
+                                        std::to_string(options_.rank) + " gave up another one");
 }
 
 bool TcpNetwork::check_any(std::span<const Ticket> tickets, WaitResult* result) const {
   const Message* lost = nullptr;
+  const Message* out_of_step = nullptr;
   for (const Ticket ticket : tickets) {
     const Message* message = messages_.find(ticket);
     if (message == nullptr || message->state == Message::State::kDone) return true;
     // A rank may have left because another one died.
     if (message->state == Message::State::kLost && (lost == nullptr || peer(lost->peer).left)) lost = message;
+    if (message->state == Message::State::kOutOfStep) out_of_step = message;
   }
   if (abort_)
     *result = {Outcome::kAborted};
   else if (lost != nullptr)
     *result = {Outcome::kPeerLost, lost->peer, peer(lost->peer).left};
+  else if (out_of_step != nullptr)
+    throw_out_of_step(*out_of_step);
   return !result->ok();
 }
 

@@ -129,6 +129,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   void await_delivery();
   bool check_tickets(std::span<const Ticket> tickets, WaitResult* result);
   bool check_any(std::span<const Ticket> tickets, WaitResult* result) const;
+  [[noreturn]] void throw_out_of_step(const Message& message) const;
   void fail_pending(Peer& peer);
   static bool control_ended(const Peer& peer) { return !peer.control || !peer.control->open(); }
   void propagate_abort(const AbortRecord& record, const TcpConnection* from);

@@ -9,6 +9,12 @@
 #include "transport/tcp/tcp_network.h"
 
 namespace multiring::tcp {
+namespace {
+
+/// Seconds that a store gets for an answer, even where the wait is shorter: what is cut short begins anew.
+constexpr double kLeastLookup = 0.02;
+
+}  // namespace
 
 WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const WaitOptions& waiting) {
   waiting.deadline.start();
@@ -19,11 +25,13 @@ WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Wait
     return !result->ok();
   };
   WaitResult result;
+  WaitOptions asking = waiting;
   for (const Link& link : links) {
     check_link(link);
     if (linked(link)) continue;
     try {
-      look_up_address(link.peer, waiting);
+      asking.deadline = Deadline::after(std::max(kLeastLookup, waiting.deadline.remaining()));
+      look_up_address(link.peer, asking);
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::kTimeout) return {WaitResult::Outcome::kTimeout};
       if (interrupted(&result)) return result;

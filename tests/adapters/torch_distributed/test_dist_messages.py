@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import time
+from datetime import timedelta
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import multiring
 from multiring import Communicator
-from tests.adapters.torch_distributed.support import TIMEOUT, numbers, shared_store, with_world
+from tests.adapters.torch_distributed.support import TIMEOUT, numbers, shared_store, with_world, world
 from tests.on_ranks import on_ranks, refuses
 
 LARGE = 300_000  # elements: more than a mailbox holds, so a send waits for its receiver
@@ -84,7 +86,9 @@ def test_any_source_and_a_rank_that_leaves(comm: Communicator) -> None:
             tensors = [torch.empty(4) for _ in range(3)]
             works = [dist.irecv(tensor) for tensor in tensors[:2]]
             assert works[0]._source_rank() == 2
-            comm.barrier()  # rank 2 has left, and has let rank 1 send
+            comm.barrier()  # rank 2 has left
+            refuses(multiring.TimeoutError, "any rank", works[1].wait, timedelta(seconds=0.2))
+            comm.barrier()  # rank 1 sends
             assert works[1]._source_rank() == 1
             assert dist.recv(tensors[2], 1, tag=5) == 1
             assert torch.equal(torch.stack(tensors), torch.stack([numbers((4,), rank) for rank in (2, 1, 6)]))
@@ -93,13 +97,14 @@ def test_any_source_and_a_rank_that_leaves(comm: Communicator) -> None:
             refuses(multiring.PeerLostError, r"process group '0'", dist.recv, tensors[0])
         elif comm.rank == 1:
             comm.barrier()
-            time.sleep(0.3)  # in which rank 0 would notice that rank 2 has left
+            comm.barrier()
             dist.send(numbers((4,), 1), 0)
             dist.send(numbers((4,), 6), 0, tag=5)
             dist.recv(torch.empty(4), 0)
         else:
             dist.send(numbers((4,), 2), 0)
             dist.destroy_process_group()
+            comm.barrier()
             comm.barrier()
             return
         dist.destroy_process_group()
@@ -173,6 +178,28 @@ def test_messages_pass_collectives(comm: Communicator) -> None:
         work.wait()
         assert work.is_completed()
         assert torch.equal(tensor, numbers((4,), 0))
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_a_message_that_cannot_be_taken(comm: Communicator, size: int) -> None:
+    """No thread ends in silence: all receives of the group end, on all ranks."""
+    with world(comm), mock.patch.object(torch, "from_numpy", side_effect=MemoryError("none left")):
+        dist.barrier()
+        if comm.rank == 0:
+            waiting = dist.irecv(torch.empty(2), 1, tag=7)
+            works = [dist.irecv(torch.empty(2), 1, tag=8)]
+            for work in [waiting, *works]:
+                refuses(multiring.InternalError, "rank 0 cannot receive the message.*MemoryError", work.wait)
+            refuses(multiring.MultiringError, "MemoryError", dist.irecv(torch.empty(2), 1, tag=9).wait)
+        else:
+            refuses(multiring.MultiringError, "MemoryError", _sends_until_it_fails, size)
+        comm.barrier()
+
+
+def _sends_until_it_fails(size: int) -> None:
+    dist.send(torch.ones(size), 0, tag=1)  # which nobody receives
+    while True:
+        dist.send(torch.ones(2), 0, tag=2)
 
 
 @with_world()

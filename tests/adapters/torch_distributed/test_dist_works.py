@@ -290,6 +290,20 @@ def test_a_rank_that_does_not_come(comm: Communicator) -> None:
             comm.barrier()
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_timeout_counts_while_the_operation_waits_for_others(comm: Communicator, together: bool) -> None:
+    """Behind one that is stuck, and with one that it runs together with."""
+    with world(comm) as group:
+        dist.barrier()
+        if comm.rank == 0:
+            first = torch.ones(2, dtype=torch.float32 if together else torch.int64)
+            stuck = dist.all_reduce(first, async_op=True)
+            work = group.allreduce(tensor=torch.ones(2), op=dist.ReduceOp.SUM, timeout=timedelta(seconds=0.3))
+            refuses(multiring.TimeoutError, "allreduce.*for rank 1", work.wait)
+            refuses(multiring.MultiringError, "for rank 1", stuck.wait)
+        comm.barrier()
+
+
 def _killed(comm: Communicator) -> str:
     message = "no error"
     with contextlib.suppress(multiring.MultiringError), world(comm):

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <deque>
+#include <memory>
 #include <optional>
 #include <set>
 #include <thread>
@@ -110,29 +110,54 @@ TEST_P(ProbeTest, EachIsToldOnce) {
     }
     if (communicator.rank() != 0) return;
     const MessageInfo first = probe(communicator);
-    expect_none(communicator);
+    for (const std::vector<int>& sources : {std::vector<int>{}, {1}})
+      error_of(
+          ErrorKind::kTimeout, [&] { communicator.probe({sources, {}}, {0.0, nullptr}); },
+          "rank 1 has sent a message with tag 1", "receive it first");
+    EXPECT_FALSE(communicator.is_broken());
     EXPECT_EQ(receive(communicator, first), Numbers{1});
     EXPECT_EQ(receive(communicator, probe(communicator)), Numbers{2});
   });
 }
 
+TEST_P(ProbeTest, WhatWasToldOutlivesItsSource) {
+  Latch told(1);
+  Latch left(1);
+  group_.outcomes([&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      send(communicator, 0, {1}, 1);
+      told.wait();
+      communicator.close();
+      left.count_down();
+    }
+    if (communicator.rank() != 0) return;
+    const MessageInfo message = probe(communicator);
+    told.count_down();
+    left.wait();
+    expect_none(communicator);
+    EXPECT_EQ(receive(communicator, message), Numbers{1});
+    error_of(ErrorKind::kPeerLost, [&] { communicator.probe({{1}, {}}, {}); });
+  });
+}
+
 // A rank that leaves is not missed as long as another one can send.
 TEST_P(ProbeTest, RanksThatLeave) {
-  std::deque<Latch> received;
-  for (int rank = 0; rank <= size(); ++rank) received.emplace_back(rank == size() ? 0 : 1);
+  std::deque<Latch> left;
+  for (int rank = 0; rank <= size(); ++rank) left.emplace_back(rank == size() ? 0 : 1);
   group_.outcomes([&](Communicator& communicator) {
     const int rank = communicator.rank();
     if (rank > 0) {  // from the last rank on, one after the other
-      received[static_cast<std::size_t>(rank) + 1].wait();
-      std::this_thread::sleep_for(std::chrono::milliseconds(60));  // rank 0 looks for ends meanwhile
+      left[static_cast<std::size_t>(rank) + 1].wait();
       send(communicator, 0, {rank}, rank);
-      return communicator.close();
+      communicator.close();
+      return left[static_cast<std::size_t>(rank)].count_down();
     }
     for (int source = size() - 1; source > 0; --source) {
       const MessageInfo message = probe(communicator);
       EXPECT_EQ(message.source, source);
       EXPECT_EQ(receive(communicator, message), Numbers{source});
-      received[static_cast<std::size_t>(source)].count_down();
+      left[static_cast<std::size_t>(source)].wait();
+      if (source > 1) expect_none(communicator);
     }
     const Error error = error_of(ErrorKind::kPeerLost, [&] { probe(communicator); });
     expect_text(error, size() == 2 ? "has shut down" : "all of them have left");
@@ -160,8 +185,7 @@ TEST_P(ProbeTest, StoppedByAnotherThread) {
     if (communicator.rank() != 0) return;
     std::atomic<bool> stopped{false};
     const std::jthread other([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));  // or before the wait: the same
-      stopped = true;
+      stopped = true;  // before the wait, or in it: the same
       communicator.wake();
     });
     EXPECT_FALSE(communicator.probe({{}, {}, &stopped}, {}).has_value());
@@ -198,10 +222,12 @@ TEST(Probe, NoSourceIsAlwaysLast) {
     run_barrier(communicator);
     if (communicator.rank() != 0) return;
     std::set<int> sources;
+    const std::atomic<bool> stopped{true};
     for (int times = 0; times < 2; ++times) {
       const MessageInfo message = probe(communicator);
       receive(communicator, message);
       sources.insert(message.source);
+      EXPECT_FALSE(communicator.probe({{}, {}, &stopped}, {}).has_value());  // which is nobody's turn
     }
     EXPECT_EQ(sources, (std::set{1, 2}));
   });
@@ -217,11 +243,86 @@ TEST(Probe, RanksThatDie) {
   });
 }
 
+// Nor is it hidden by what the rank has sent before.
+TEST(Probe, RanksThatDieAfterTheirMessageWasTold) {
+  RankGroup group(GroupOptions(TransportKind::kInproc, 3));
+  Latch told(1);
+  group.outcomes([&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      send(communicator, 0, {1}, 1);
+      told.wait();
+      group.hub().break_rank(1);
+    }
+    if (communicator.rank() != 0) return;
+    probe(communicator);
+    told.count_down();
+    const Error error = error_of(ErrorKind::kPeerLost, [&] { probe(communicator); }, "rank 1");
+    EXPECT_EQ(error.context().peer, 1);
+  });
+}
+
+TEST(Probe, ASourceThatIsNamedTwice) {
+  RankGroup group(GroupOptions(TransportKind::kInproc, 2));
+  group.outcomes([](Communicator& communicator) {
+    if (communicator.rank() == 1) return communicator.close();
+    error_of(ErrorKind::kPeerLost, [&] { communicator.probe({{1, 1}, {}}, {}); });
+  });
+}
+
+// Ranks that an error has stopped leave at once, and the error may arrive last.
+TEST(Probe, AnErrorIsNotTakenForTheEndOfAll) {
+  RankGroup group(GroupOptions(TransportKind::kInproc, 3));
+  Latch aborted(1);
+  group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+    if (transport->rank() == 1) {
+      transport->abort(Error(ErrorKind::kMismatch, "the test has it"));
+      aborted.count_down();
+    }
+    if (transport->rank() != 0) return;
+    aborted.wait();
+    const Exchange exchange(*transport, "world");
+    AnySource any({1, 2}, {}, [] { return false; }, [](int, bool) { return true; });
+    using Outcome = WaitResult::Outcome;
+    EXPECT_TRUE(any.note_end({Outcome::kPeerLost, 1, true}).ok());
+    EXPECT_FALSE(any.note_end({Outcome::kPeerLost, 2, true}).ok());
+    Operation operation;
+    operation.descriptor.key.kind = OpKind::kReceive;
+    const OperationCall call{operation.descriptor, {}};
+    for (const Outcome outcome : {Outcome::kAborted, Outcome::kPeerLost})
+      error_of(
+          ErrorKind::kMismatch, [&] { exchange.throw_for_any(call, {outcome, 2, true}, any, ""); },
+          "rank 1 stopped all ranks: the test has it");
+  });
+}
+
+TEST(Probe, RanksOfOtherHostsThatAnErrorHasStopped) {
+  GroupOptions options(TransportKind::kCluster, 3);
+  options.layout = {1, 1, 1};
+  for (int repetition = 0; repetition < 10; ++repetition) {
+    RankGroup group(options);
+    Latch aborted(1);
+    group.outcomes([&](Communicator& communicator) {
+      if (communicator.rank() == 1) {
+        communicator.abort("the test has it");
+        aborted.count_down();
+      }
+      if (communicator.rank() == 2) {
+        aborted.wait();
+        await_broken(communicator);
+      }
+      if (communicator.rank() > 0) return communicator.close();
+      error_of(ErrorKind::kAborted, [&] { probe(communicator); }, "the test has it");
+    });
+  }
+}
+
 TEST(Probe, Usage) {
   RankGroup group(GroupOptions(TransportKind::kInproc, 2));
   group.run([](Communicator& communicator) {
     expect_usage([&] { communicator.probe({{2}, {}}, {}); }, "rank 2");
     expect_usage([&] { communicator.probe({{communicator.rank()}, {}}, {}); }, "itself");
+    const int other = 1 - communicator.rank();
+    expect_usage([&] { communicator.probe({{other}, {communicator.rank()}}, {}); }, "is needed");
     EXPECT_FALSE(communicator.is_broken());
   });
   RankGroup alone(GroupOptions(TransportKind::kInproc, 1));

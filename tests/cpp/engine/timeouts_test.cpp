@@ -58,6 +58,23 @@ TEST_P(TimeoutsTest, WaitNamesWhoIsLate) {
   });
 }
 
+// Who copies into the next segment, and so has not come to it, waits for nobody.
+TEST_P(TimeoutsTest, WaitDoesNotBlameItsOwnRank) {
+  RankGroup group(options(kLong));
+  group.run([&](Communicator& communicator) {
+    Array array(500'000, 1);  // about a thousand segments
+    const auto work = communicator.submit(sum_in_place(array), 0, nullptr);
+    while (!work->done()) {
+      try {
+        communicator.wait(*work, Deadline::after(0), {});
+      } catch (const Error& error) {
+        expect_kind(error, ErrorKind::kTimeout);
+        ASSERT_NE(error.context().peer, communicator.rank()) << error.what();
+      }
+    }
+  });
+}
+
 TEST_P(TimeoutsTest, CanBeMadeShorter) {
   RankGroup group(options(kLong));
   const auto outcomes = group.outcomes([&](Communicator& communicator) {
@@ -110,6 +127,8 @@ TEST(Timeouts, Usage) {
   group.run([](Communicator& communicator) {
     for (const double wrong : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()})
       expect_usage([&] { communicator.set_timeout(wrong); }, "above 0");
+    Array array(1);
+    expect_usage([&] { communicator.submit(sum_in_place(array), 0, nullptr, 0.0); }, "above 0");
     EXPECT_FALSE(communicator.is_broken());
   });
 }

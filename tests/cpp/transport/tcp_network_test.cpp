@@ -292,6 +292,7 @@ TEST(TcpNetwork, WhatIsOutOfStepIsNotALostPeer) {
     error_of(
         ErrorKind::kInternal, [&] { await(network, kept); }, "message 2 on channel 0 between rank",
         "gave up another one");
+    error_of(ErrorKind::kInternal, [&] { network.wait_any(kept, wait_seconds(20)); }, "gave up another one");
     network.give_up(kept);
     EXPECT_TRUE(await(network, {send(network, peer, 1, first), receive(network, peer, 1, second)}).ok())
         << "the other channel is in step";

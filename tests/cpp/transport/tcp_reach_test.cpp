@@ -100,6 +100,30 @@ TEST(TcpReach, APeerThatHasNotComeIsWaitedFor) {
   EXPECT_EQ(reach_all(zero, 0.05).outcome, Outcome::kTimeout);
 }
 
+// It gets the time that it needs, however short the turns are in which a rank connects.
+TEST(TcpReach, AStoreThatAnswersSlowly) {
+  class SlowStore final : public Store {
+   public:
+    void set(const std::string& key, const std::string& value, const WaitOptions& waiting) override {
+      store_.set(key, value, waiting);
+    }
+    std::string get(const std::string& key, double seconds, const WaitOptions& waiting) override {
+      if (seconds < 0.01) throw Error(ErrorKind::kTimeout, "no answer yet");
+      return store_.get(key, seconds, waiting);
+    }
+
+   private:
+    InprocStore store_;
+  } store;
+  TcpNetwork zero(store, tcp_options(0, 2));
+  TcpNetwork one(store, tcp_options(1, 2));
+  bool reached = false;
+  beside(one, [&] {
+    for (int turn = 0; turn < 5000 && !reached; ++turn) reached = reach_all(zero, 0.001).ok();
+  });
+  EXPECT_TRUE(reached);
+}
+
 TEST(TcpReach, APeerThatIsGoneIsLost) {
   for (const int caller : {0, 1}) {
     InprocStore store;
