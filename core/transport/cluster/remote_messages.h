@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/export.h"
 #include "transport/any_source.h"
 #include "transport/cluster/progress_lock.h"
 #include "transport/network.h"
@@ -36,7 +37,7 @@ struct MailboxMemory {
 /// Chunks are received as soon as any thread of this rank waits for one, so that two ranks that both send
 /// first do not block each other while mailboxes have room. Any thread may call. One of those that wait
 /// handles what has come for all (the handling thread). `mutex_` guards what was posted.
-class RemoteMessages {
+class MULTIRING_API RemoteMessages {
  public:
   /// `peers`: the ranks of other hosts; the network, which has to outlive it, is connected with them on the
   /// links of `links_of` unless it makes links on demand.

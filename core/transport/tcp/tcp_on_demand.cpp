@@ -12,7 +12,7 @@ namespace multiring::tcp {
 namespace {
 
 /// Seconds that a store gets for an answer, even where the wait is shorter: what is cut short begins anew.
-constexpr double kLeastLookup = 0.02;
+constexpr double kMinLookup = 0.02;
 
 }  // namespace
 
@@ -30,7 +30,7 @@ WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Wait
     check_link(link);
     if (linked(link)) continue;
     try {
-      asking.deadline = Deadline::after(std::max(kLeastLookup, waiting.deadline.remaining()));
+      asking.deadline = Deadline::after(std::max(kMinLookup, waiting.deadline.remaining()));
       look_up_address(link.peer, asking);
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::kTimeout) return {WaitResult::Outcome::kTimeout};

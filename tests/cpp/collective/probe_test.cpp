@@ -143,11 +143,15 @@ TEST_P(ProbeTest, WhatWasToldOutlivesItsSource) {
 // A rank that leaves is not missed as long as another one can send.
 TEST_P(ProbeTest, RanksThatLeave) {
   std::deque<Latch> left;
-  for (int rank = 0; rank <= size(); ++rank) left.emplace_back(rank == size() ? 0 : 1);
+  std::deque<Latch> noted;
+  for (int rank = 0; rank <= size(); ++rank) {
+    left.emplace_back(1);
+    noted.emplace_back(rank == size() ? 0 : 1);
+  }
   group_.outcomes([&](Communicator& communicator) {
     const int rank = communicator.rank();
     if (rank > 0) {  // from the last rank on, one after the other
-      left[static_cast<std::size_t>(rank) + 1].wait();
+      noted[static_cast<std::size_t>(rank) + 1].wait();
       send(communicator, 0, {rank}, rank);
       communicator.close();
       return left[static_cast<std::size_t>(rank)].count_down();
@@ -158,6 +162,7 @@ TEST_P(ProbeTest, RanksThatLeave) {
       EXPECT_EQ(receive(communicator, message), Numbers{source});
       left[static_cast<std::size_t>(source)].wait();
       if (source > 1) expect_none(communicator);
+      noted[static_cast<std::size_t>(source)].count_down();
     }
     const Error error = error_of(ErrorKind::kPeerLost, [&] { probe(communicator); });
     expect_text(error, size() == 2 ? "has shut down" : "all of them have left");

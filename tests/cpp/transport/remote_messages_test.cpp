@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -45,8 +46,16 @@ class RemoteMessagesTest : public ::testing::Test {
     memory.on_written = [](int, std::uint64_t) {};
     memory.on_read = [](int, std::uint64_t) {};
     RemoteMessages messages(zero_, 0, {1, 2}, memory);
-    beside(one_, [&] { result = messages.await_any(any, any.sources(), wait_seconds(20)); });
+    std::exception_ptr raised;
+    beside(one_, [&] {
+      try {
+        result = messages.await_any(any, any.sources(), wait_seconds(20));
+      } catch (const Error&) {
+        raised = std::current_exception();
+      }
+    });
     messages.leave();
+    if (raised) std::rethrow_exception(raised);
     return result;
   }
   static bool nothing_comes(int, bool) { return true; }
