@@ -154,9 +154,7 @@ class Messenger:
                 self._comm.send(message.tensor, destination, message.tag)
                 message.end()
             except BaseException as error:
-                fault = self._fault(error, f"send to rank {destination}")
-                message.end(fault)
-                self._fail(fault)
+                message.end(self._break_by(error, f"send to rank {destination}"))
 
     def _receive_all(self) -> None:
         """Takes messages as long as a receive waits for any."""
@@ -168,7 +166,7 @@ class Messenger:
                 if found is not None:
                     self._take(found)
         except BaseException as error:
-            self._fail(self._fault(error, "receive messages"))
+            self._break_by(error, "receive messages")
 
     def _sources(self) -> set[int | None] | None:
         """Whose messages receives wait for (None among them: any); None: the thread ends."""
@@ -212,22 +210,25 @@ class Messenger:
         self, error: BaseException, found: core.Message, receive: Message | None, aside: _Aside | None
     ) -> None:
         """Ends the group because what was found cannot be received."""
-        fault = self._fault(error, f"receive the message with tag {found.tag} of rank {found.source}")
-        self._fail(fault)  # from here on no receive is for it
+        # From here on no receive is for it.
+        fault = self._break_by(error, f"receive the message with tag {found.tag} of rank {found.source}")
         if receive is None and aside is not None:
             receive = aside.receive
         if receive is not None:
             receive.end(fault)
 
-    def _fault(self, error: BaseException, what: str) -> MultiringError:
-        """The error of a thread as one of the group, which it ends on all ranks: nobody else would see it."""
+    def _break_by(self, error: BaseException, what: str) -> MultiringError:
+        """Ends all messages with the error of a thread, and the group if it does not know of it: nobody else
+        would see it. Returns what to tell."""
         if isinstance(error, MultiringError):
+            self._fail(error)
             return error
         text = f"rank {self._comm.rank} cannot {what}: {type(error).__name__}: {error}"
-        with contextlib.suppress(MultiringError):
-            self._comm.abort(text)
         fault = errors.InternalError(text, rank=self._comm.rank, host=self._comm.host)
         fault.__cause__ = error
+        self._fail(fault)  # before other threads learn of the abort
+        with contextlib.suppress(MultiringError):
+            self._comm.abort(text)
         return fault
 
     # With the lock held.
