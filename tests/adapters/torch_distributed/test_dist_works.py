@@ -299,7 +299,9 @@ def test_a_timeout_counts_while_the_operation_waits_for_others(comm: Communicato
             first = torch.ones(2, dtype=torch.float32 if together else torch.int64)
             stuck = dist.all_reduce(first, async_op=True)
             work = group.allreduce(tensor=torch.ones(2), op=dist.ReduceOp.SUM, timeout=timedelta(seconds=0.3))
+            begun = time.monotonic()
             refuses(multiring.TimeoutError, "allreduce.*for rank 1", work.wait)
+            assert time.monotonic() - begun < TIMEOUT.total_seconds() / 2
             refuses(multiring.MultiringError, "for rank 1", stuck.wait)
         comm.barrier()
 
