@@ -149,8 +149,10 @@ class Operations:
         Raises:
             HorovodInternalError: It has failed, on all ranks.
         """
-        if not self._world._signal.is_broken:
-            self.look(pending, LOOK_EVERY)  # most have ended then
+        work = pending.work
+        if work is not None and not pending.refusal and not self._world._signal.is_broken:
+            with suppress(errors.MultiringError):  # found again by `take`
+                return self._ended(pending, work.wait(LOOK_EVERY))  # most have, by then
         while (result := self.take(pending)) is NOT_YET:
             self.look(pending, LOOK_EVERY)
         return result
@@ -176,9 +178,7 @@ class Operations:
         except errors.MultiringError as error:
             self._recover(pending, work, error)
             return NOT_YET  # it was submitted anew, or refused
-        with self._lock:
-            self._pending.pop(pending.key, None)
-        return result
+        return self._ended(pending, result)
 
     def look(self, pending: Pending, seconds: float) -> None:
         """Waits for an operation so long at most."""
@@ -226,6 +226,11 @@ class Operations:
         self._pending[pending.key] = pending
         if auto_number(pending.key[0]) is None:  # the others come once each, and would be counted for ever
             self._counts[pending.key[0]] += 1
+
+    def _ended(self, pending: Pending, result: Any) -> Any:
+        with self._lock:
+            self._pending.pop(pending.key, None)
+        return result
 
     def _has_submitted(self, key: Key) -> bool:
         """Whether this rank has submitted an operation, which may have ended long ago."""
