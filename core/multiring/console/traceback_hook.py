@@ -148,15 +148,19 @@ def _shortened(error: BaseException, frames: TracebackType | None) -> traceback.
 
 
 def _shown_before(error: BaseException) -> traceback.TracebackException | None:
-    """What was raised before a framework's error that tells of one of multiring, and is something else."""
-    seen = {id(error)}
+    """What came before a framework's error that tells of one of multiring, and tells of something else."""
+    told, seen = _told(error), {id(error)}
     before = _before(error)
-    while before is not None and id(before) not in seen and _carried(before) is not None:
+    while before is not None and id(before) not in seen and _told(before) == told:
         seen.add(id(before))
         before = _before(before)
-    if before is None or id(before) in seen or isinstance(before, MultiringError):
-        return None
-    return _shortened(before, before.__traceback__)
+    return None if before is None or id(before) in seen else _shortened(before, before.__traceback__)
+
+
+def _told(error: BaseException) -> str | None:
+    """The text of the error of multiring that this is, or that it tells of; None: of none."""
+    own = error if isinstance(error, MultiringError) else _carried(error)
+    return None if own is None else str(own)
 
 
 def _before(error: BaseException) -> BaseException | None:

@@ -163,9 +163,11 @@ def test_an_error_of_the_program_beside_one_of_a_framework_is_shown() -> None:
         except BaseException as error:
             return traceback_text(error, error.__traceback__)
 
-    before = shown_of(ValueError("no data"), UnknownError(text))
-    assert "ValueError: no data\n\nDuring handling" in before
-    assert before.endswith("\nmultiring.errors.PeerLostError: rank 0 on a, lost rank 1\n")
+    for first in (ValueError("no data"), errors.UsageError("no data")):
+        before = shown_of(first, UnknownError(text))
+        assert "Error: no data\n\nDuring handling" in before
+        assert before.endswith("\nmultiring.errors.PeerLostError: rank 0 on a, lost rank 1\n")
+    assert shown_of(errors.PeerLostError(str(lost)), UnknownError(text)).count("Traceback") == 1
     for error in (OSError(f"not written after {text}"), errors.UsageError("no place")):
         shown = shown_of(UnknownError(text), error)
         assert "PeerLostError: rank 0 on a, lost rank 1\n\nDuring handling" in shown
