@@ -105,9 +105,9 @@ def init(comm: Any = None) -> Communicator:
         return joined
 
 
-def _tell_end(settings: Settings) -> None:
+def _tell_end(settings: Settings, consequence: str) -> None:
     if _has_joined:  # or the place that it asked for is another process's
-        tell_end(settings)
+        tell_end(settings, consequence)
 
 
 def _join(comm: Any, settings: Settings) -> Communicator:

@@ -13,13 +13,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from multiring.errors import MultiringError, RankError
+from multiring.errors import AbortedError, MultiringError, PeerLostError, RankError
 from multiring.log import is_of_program
 
-__all__ = ["RankTraceback", "install_hook", "traceback_text"]
+__all__ = ["RankTraceback", "consequence", "install_hook", "traceback_text"]
 
 _PACKAGE = "multiring"
 _FRAMEWORKS = ("jax", "jaxlib", "keras", "tensorflow")  # of whose errors the program makes none itself
+_CONSEQUENCES = (KeyboardInterrupt, PeerLostError, AbortedError)
 _DIRECT_CAUSE = "\n\nThe above exception was the direct cause of the following exception:\n\n"
 
 
@@ -30,12 +31,12 @@ class RankTraceback(Exception):
         return f"\n{self.args[0].rstrip()}"
 
 
-def install_hook(kind: str, tell_end: Callable[[], None]) -> None:
+def install_hook(kind: str, tell_end: Callable[[str], None]) -> None:
     """Shows uncaught exceptions like this from now on, where the program has not set `sys.excepthook`.
 
     Args:
         kind: "short", or "full": as Python does.
-        tell_end: Called before one is shown.
+        tell_end: Called before one is shown, with its `consequence`.
     """
     own = getattr(sys.excepthook, "func", None) is _tell_and_show
     if own or sys.excepthook is sys.__excepthook__:
@@ -44,7 +45,7 @@ def install_hook(kind: str, tell_end: Callable[[], None]) -> None:
 
 
 def _tell_and_show(
-    tell_end: Callable[[], None],
+    tell_end: Callable[[str], None],
     process: int,
     show: Callable[..., Any],
     kind: type[BaseException],
@@ -53,7 +54,7 @@ def _tell_and_show(
 ) -> None:
     if os.getpid() == process:  # a fork of the rank is none
         with suppress(Exception, KeyboardInterrupt):  # the error itself is what counts
-            tell_end()
+            tell_end(consequence(error))
     show(kind, error, frames)
 
 
@@ -179,6 +180,29 @@ def _carried(error: BaseException) -> MultiringError | None:
         if of_framework or not frames or not is_of_program(frames[-1]):
             return find_error(text)
     return None
+
+
+def consequence(error: BaseException) -> str:
+    """The line that names an error which says nothing but that Ctrl-C came, or another rank was lost or has
+    stopped this one, be it in the words of a framework; empty: the error says something else."""
+    each: BaseException | None = error
+    seen: set[int] = set()
+    while each is not None and id(each) not in seen:
+        if not isinstance(each, _CONSEQUENCES) and not _repeats(each):
+            return ""
+        seen.add(id(each))
+        each = _before(each)
+    return traceback.format_exception_only(error)[0].partition("\n")[0]
+
+
+def _repeats(error: BaseException) -> bool:
+    """Whether a package has raised it, and it says what one of `_CONSEQUENCES` does."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or is_of_program(frames[-1]):
+        return False
+    text, cause = str(error), error.__cause__
+    is_named = any(kind.__name__ in text for kind in _CONSEQUENCES)
+    return is_named or (isinstance(cause, _CONSEQUENCES) and str(cause) in text)
 
 
 def _hide(shown: traceback.TracebackException, is_hidden: Sequence[bool], whose: str) -> None:

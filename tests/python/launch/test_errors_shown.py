@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from multiring import errors
-from multiring.console.traceback_hook import traceback_text
+from multiring.console.traceback_hook import consequence, traceback_text
 from multiring.error_text import text_of
 from tests.support import run_job, run_python, start_job
 
@@ -172,6 +174,39 @@ def test_an_error_of_the_program_beside_one_of_a_framework_is_shown() -> None:
         shown = shown_of(UnknownError(text), error)
         assert "PeerLostError: rank 0 on a, lost rank 1\n\nDuring handling" in shown
         assert str(error) in shown.split("During handling")[1]
+
+
+def test_an_error_that_tells_of_nothing_but_ctrl_c_and_lost_ranks_is_a_consequence() -> None:
+    lost = errors.PeerLostError("rank 0 on a, lost rank 1")
+    names: dict[str, Any] = {}
+    raises = "def fail(error, cause=None):\n    raise error from cause\n"
+    exec(compile(raises, "/site-packages/framework.py", "exec"), names)
+    fail = names["fail"]
+
+    def consequence_of(call: Callable[..., object], *arguments: object) -> str:
+        try:
+            call(*arguments)
+        except BaseException as error:
+            return consequence(error)
+        raise AssertionError("raises nothing")
+
+    def replace() -> None:
+        try:
+            fail(KeyboardInterrupt())
+        finally:
+            raise ValueError("the disk is full")
+
+    def fail_itself() -> None:
+        raise RuntimeError(f"PeerLostError: {lost}") from lost
+
+    callback = "in a callback: PeerLostError: rank 0 on a, lost rank 1"
+    assert consequence_of(fail, RuntimeError(f"{callback}\nat")) == f"RuntimeError: {callback}"
+    assert consequence_of(fail, TypeError(f"{lost}. Later"), lost) == f"TypeError: {lost}. Later"
+    assert consequence_of(fail, KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert consequence_of(fail, OSError("the disk is full"), lost) == ""
+    assert consequence_of(fail, lost, ValueError("bad")) == ""
+    for call in (replace, fail_itself):
+        assert consequence_of(call) == ""
 
 
 LAUNCH = """

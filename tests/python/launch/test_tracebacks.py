@@ -13,6 +13,7 @@ import pytest
 
 from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.console.tracebacks import Tracebacks, encoded, fold, tagged_lines
+from multiring.rendezvous.joined import consequence_value
 
 TEXT = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nValueError: bad\n  worse'
 
@@ -145,7 +146,7 @@ def test_what_does_not_end_its_rank_is_not_held() -> None:
 
 
 def test_a_traceback_is_held_until_its_rank_has_exited_where_that_has_said_so() -> None:
-    held = Tracebacks(lambda rank: rank == 1)
+    held = Tracebacks(lambda rank: b"ends" if rank == 1 else None)
     lines = whole(TEXT + "\n")
     for rank in (0, 1):
         assert not any(held.take(rank, line) for line in lines)
@@ -164,7 +165,6 @@ def test_a_traceback_is_held_until_its_rank_has_exited_where_that_has_said_so() 
 INTERRUPTED = TEXT.replace("ValueError: bad\n  worse", "KeyboardInterrupt\n")
 DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
 LOST = "multiring.errors.AbortedError: rank 1 aborted"
-REPLACED = "AbortedError REPLACED BY KeyboardInterrupt"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,6 @@ REPLACED = "AbortedError REPLACED BY KeyboardInterrupt"
         (INTERRUPTED + CAUSE + TEXT + "\n", False),
         (INTERRUPTED + DURING + INTERRUPTED.replace("KeyboardInterrupt", LOST), True),
         (INTERRUPTED + DURING + TORCH.replace("ValueError: bad", LOST), True),
-        (INTERRUPTED.replace("KeyboardInterrupt", f"RuntimeError: {REPLACED}: "), True),
         (TEXT + "\n" + DURING + INTERRUPTED, False),
         (CHAIN.replace("ValueError: bad", LOST), False),
         (INTERRUPTED.replace("KeyboardInterrupt", "RuntimeError: after KeyboardInterrupt()"), False),
@@ -194,6 +193,21 @@ def test_what_ctrl_c_leads_to_is_left_out(text: str, is_left_out: bool) -> None:
     assert shown == [*([] if is_left_out else whole(text)), b"saved\n"]
     assert not any(held.take(1, line) for line in whole(text))
     assert bool(held.texts()) is not is_left_out
+
+
+@pytest.mark.parametrize("text", [TEXT + "\n", CHAIN, TORCH])
+def test_what_its_rank_has_called_a_consequence_of_ctrl_c_is_left_out(text: str) -> None:
+    said = {0: consequence_value("ValueError: bad"), 1: b"ends"}
+    held = Tracebacks(said.get)
+    held.leave_out_interrupts()
+    for rank in range(3):
+        before = whole(text.replace("ValueError: bad", "KeyError: 3"))  # which was handled
+        assert not any(held.take(rank, line) for line in before)
+        assert [shown for line in whole(text) for shown in held.take(rank, line)] == before
+    assert list(held.texts()) == [1, 2]
+    said.clear()
+    held.end_of(0, 1)
+    assert list(held.texts()) == [1, 2], "where it has said so is gone"
 
 
 def test_a_bar_before_a_traceback_is_shown_as_it_was() -> None:

@@ -85,7 +85,7 @@ def run(
     settings = _settings(np, env, timeout, options)
     if sys.excepthook is sys.__excepthook__:  # an error is shown as on a rank
         kind = os.environ.get("MULTIRING_TRACEBACK", "").strip().lower()
-        install_hook("full" if kind == "full" else "short", lambda: None)
+        install_hook("full" if kind == "full" else "short", lambda _: None)
     try:
         with memory.anonymous_files(np + 2) as (order_file, call_file, *results):
             _write_call(call_file, fn, tuple(args), dict(kwargs or {}))

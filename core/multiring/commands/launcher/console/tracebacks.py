@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from multiring.rendezvous.joined import consequence_value
+
 __all__ = ["Tracebacks", "encoded", "fold", "is_coloured", "message_of", "rank_list", "tagged_lines"]
 
 _SECONDS = 1.0  # that a rank may take to exit which has not said that it does
@@ -46,12 +48,8 @@ _OWN = re.compile(
     re.MULTILINE,
 )
 # The exceptions that Ctrl-C leads to, by the first line of their message: on the ranks, and on those that
-# lose them; as Torch and pybind11 tell of them, too.
-_INTERRUPT = re.compile(
-    r"(?:[\w.]+\.)?(?:KeyboardInterrupt|PeerLostError|AbortedError|HorovodInternalError)(?::|$)"
-    r"|RuntimeError: Got the following error when running the callback: (?:PeerLostError|AbortedError):"
-    r"|RuntimeError: .*\bREPLACED BY KeyboardInterrupt\b"
-)
+# lose them.
+_INTERRUPT = re.compile(r"(?:[\w.]+\.)?(?:KeyboardInterrupt|PeerLostError|AbortedError)(?::|$)")
 
 
 @dataclass
@@ -77,7 +75,7 @@ class Tracebacks:
     """What is held of each rank.
 
     Args:
-        is_ending: Whether a rank has said that an uncaught exception ends it.
+        end_said: What a rank has set its `ending_key` to; None: nothing.
         is_full: Whether none is left out.
 
     Attributes:
@@ -85,12 +83,12 @@ class Tracebacks:
     """
 
     def __init__(
-        self, is_ending: Callable[[int], bool] = lambda rank: False, *, is_full: bool = False
+        self, end_said: Callable[[int], bytes | None] = lambda rank: None, *, is_full: bool = False
     ) -> None:
         self.is_full = is_full
         self._interrupted: float | None = None  # when, since which what Ctrl-C leads to is left out
-        self._is_ending = is_ending
-        self._ending: set[int] = set()  # ranks that have said so
+        self._end_said = end_said
+        self._ending: dict[int, bytes] = {}  # what ranks have said
         self._overdue: set[int] = set()  # whose traceback was written because they took too long to exit
         self._held: dict[int, _Held] = {}
         self._last: dict[int, bytes] = {}  # line of stderr
@@ -127,9 +125,10 @@ class Tracebacks:
 
     def ends(self, rank: int) -> bool:
         """Whether a rank has said that an uncaught exception ends it."""
-        if rank not in self._ending and self._is_ending(rank):
-            self._ending.add(rank)
-        return rank in self._ending
+        said = self._end_said(rank)
+        if said is not None:
+            self._ending[rank] = said
+        return bool(self._ending.get(rank))
 
     def other_output(self, rank: int) -> list[bytes]:
         """To be called when a rank writes what is no traceback; returns what is to be written before."""
@@ -147,7 +146,7 @@ class Tracebacks:
         held = self._held.pop(rank, None)
         if held is None:
             return []
-        if self._is_left_out(held):
+        if self._is_left_out(rank, held):
             return [held.before] if held.before else []
         first, *rest = held.lines
         return [held.before + first, *rest]
@@ -157,7 +156,7 @@ class Tracebacks:
         if self._interrupted is None and not self.is_full:
             self._interrupted = time.monotonic()
 
-    def _is_left_out(self, held: _Held) -> bool:
+    def _is_left_out(self, rank: int, held: _Held) -> bool:
         if self._interrupted is None or held.began < self._interrupted:
             return False
         parts: list[list[str]] = [[]]
@@ -166,8 +165,11 @@ class Tracebacks:
                 parts.append([])
             else:
                 parts[-1].append(line)
+        messages = ["".join(part[message_of(part) :][:1]) for part in parts]
+        if self.ends(rank) and consequence_value(messages[-1]) == self._ending[rank]:
+            return True
         # An error of the program that one of them hides would be lost.
-        return all(any(map(_INTERRUPT.match, part[message_of(part) :][:1])) for part in parts)
+        return all(map(_INTERRUPT.match, messages))
 
     def end_of(self, rank: int, code: int | None, *, was_told: bool = False) -> list[bytes]:
         """To be called when a rank has ended; returns what is to be written now.
@@ -182,6 +184,7 @@ class Tracebacks:
             self._overdue.discard(rank)  # no exception has ended it
             return self.release(rank)
         self._ended.add(rank)
+        self.ends(rank)  # where it has said so is gone at the end of the job
         if rank in self._held:
             self._held[rank].until = time.monotonic() + _SECONDS_AFTER_END
         return []
@@ -227,7 +230,7 @@ class Tracebacks:
         return {
             rank: _PREFIX.sub("", held.text()).replace("\r\n", "\n").strip("\n")
             for rank, held in sorted(self._held.items())
-            if not self._is_left_out(held)
+            if not self._is_left_out(rank, held)
         }
 
 
