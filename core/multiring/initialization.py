@@ -19,7 +19,7 @@ from multiring.console.traceback_hook import install_hook
 from multiring.errors import UsageError
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect
-from multiring.rendezvous.joined import tell_end, tell_launcher
+from multiring.rendezvous.joined import tell_end, tell_launcher, tell_start
 from multiring.rendezvous.mpi import job as mpi_job
 from multiring.settings import Settings
 from multiring.tuning.costs import learn_costs
@@ -116,6 +116,7 @@ def _join(comm: Any, settings: Settings) -> Communicator:
     joined = Communicator(connected.core)
     try:
         learn_costs(joined, settings)
+        tell_start(settings)
         if joined.rank == 0:
             tell_launcher(settings)
             say_start(joined, settings, by_mpi=connected.by_mpi)

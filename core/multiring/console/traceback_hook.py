@@ -7,16 +7,18 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
 
+from multiring import config
 from multiring.errors import AbortedError, MultiringError, PeerLostError, RankError
 from multiring.log import is_of_program
 
-__all__ = ["RankTraceback", "consequence", "install_hook", "traceback_text"]
+__all__ = ["RankTraceback", "consequence", "install_hook", "shown_if_uncaught", "traceback_text"]
 
 _PACKAGE = "multiring"
 _FRAMEWORKS = ("jax", "jaxlib", "keras", "tensorflow")  # of whose errors the program makes none itself
@@ -39,9 +41,27 @@ def install_hook(kind: str, tell_end: Callable[[str], None]) -> None:
         tell_end: Called before one is shown, with its `consequence`.
     """
     own = getattr(sys.excepthook, "func", None) is _tell_and_show
-    if own or sys.excepthook is sys.__excepthook__:
+    if own or sys.excepthook in (sys.__excepthook__, _show):
         show = _show if kind == "short" and not _is_own_program() else sys.__excepthook__
         sys.excepthook = partial(_tell_and_show, tell_end, os.getpid(), show)
+
+
+@contextmanager
+def shown_if_uncaught() -> Iterator[None]:
+    """Context of which an error of multiring is shown like this unless the program catches it, or has set
+    `sys.excepthook`: that is put back when the error is gone."""
+    try:
+        yield
+    except MultiringError as error:
+        if sys.excepthook is sys.__excepthook__ and not config.shows_full_tracebacks():
+            sys.excepthook = _show
+            weakref.finalize(error, _put_back).atexit = False
+        raise
+
+
+def _put_back() -> None:
+    if sys.excepthook is _show:
+        sys.excepthook = sys.__excepthook__
 
 
 def _tell_and_show(
@@ -84,7 +104,7 @@ def _lines_for_ipython(error: RankError) -> list[str]:
     frames = error.__traceback__
     while frames is not None and "IPython" in str(frames.tb_frame.f_globals.get("__name__")):
         frames = frames.tb_next
-    return traceback_text(error, frames).splitlines()
+    return traceback_text(error, frames, full=config.shows_full_tracebacks()).splitlines()
 
 
 # IPython asks an error for it; here, as errors know nothing of how they are shown.

@@ -7,6 +7,7 @@ one.
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
 from multiring.errors import MultiringError
@@ -23,6 +24,7 @@ __all__ = [
     "ending_key",
     "tell_end",
     "tell_launcher",
+    "tell_start",
 ]
 
 HOSTS_KEY = "launcher/hosts"  # set by the launcher: what it calls the host of each rank, one line for each
@@ -32,7 +34,7 @@ EXPLAINED_KEY = (
 )
 _SECONDS = 10.0
 _SECONDS_AT_END = 1.0  # an error is not shown later than this because the launcher is gone
-_ENDS = b"ends"
+_GOES_ON, _ENDS = b"", b"ends"
 _COMPARED = 200  # bytes of a message
 
 
@@ -61,6 +63,13 @@ def tell_launcher(
             url, limit = settings.store, min(settings.timeout, seconds)
             with open_store(url, settings.secret, limit, OTHER_SECRET, settings.timeout) as store:
                 store.set(key, value)
+
+
+def tell_start(settings: Settings) -> None:
+    """Tell the launcher that this rank goes on where a program before may have said that it ends: in a shell,
+    which the launcher has started."""
+    if settings.rank is not None and os.getsid(0) != os.getpid():
+        tell_launcher(settings, ending_key(settings.rank), _GOES_ON)
 
 
 def tell_end(settings: Settings, consequence: str = "") -> None:

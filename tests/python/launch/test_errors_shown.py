@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,6 +233,58 @@ def test_an_error_of_launch_has_one_cause() -> None:
     assert shown.splitlines()[-1].startswith("multiring.errors.RankError: rank 1 (process ")
 
 
+def test_launch_leaves_the_hook_of_its_caller() -> None:
+    pytest.importorskip("cloudpickle")
+    handled = """
+import os, sys, multiring
+def fail():
+    raise ValueError("bad")
+try:
+    multiring.launch(fail, np=1)
+except multiring.RankError:
+    pass
+assert sys.excepthook is sys.__excepthook__
+multiring.launch(os.getpid, np=1)
+assert sys.excepthook is sys.__excepthook__
+"""
+    assert run_python(handled, QUIET).returncode == 0
+
+
+def test_a_notebook_shows_whole_tracebacks_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {"__name__": "multiring.somewhere"}
+    exec("def fail(error):\n    raise error\n", names)
+    try:
+        names["fail"](errors.RankError("rank 1 failed"))
+    except errors.RankError as error:
+        failed: Any = error
+    assert "not shown" in "\n".join(failed._render_traceback_())
+    monkeypatch.setenv("MULTIRING_TRACEBACK", "full")
+    assert "in fail" in "\n".join(failed._render_traceback_())
+
+
+@pytest.mark.full
+def test_errors_of_torch_distributed_are_shown_once() -> None:
+    """Its hook begins each line with the rank."""
+    pytest.importorskip("torch")
+    script = """
+import sys, torch
+from torch import distributed as dist
+dist.init_process_group("multiring")
+if sys.argv[1] == "mismatch":
+    dist.all_reduce(torch.ones(3 + dist.get_rank()))
+elif dist.get_rank() == 1:
+    {}["no such key"]
+dist.barrier()
+"""
+    env = QUIET | {"MULTIRING_TRACEBACK": "short"}
+    shown = run_job(2, script, "mismatch", env=env, code=1).stderr
+    assert shown.count("Traceback") == 1
+    assert "MismatchError: " in shown.splitlines()[-1]
+    shown = run_job(2, script, "key", env=env, code=1).stderr
+    assert shown.endswith("\n[1] KeyError: 'no such key'\n")
+    assert shown.count("Traceback") == 1
+
+
 def test_a_script_that_does_not_compile_is_told_once() -> None:
     lines = run_job(2, "import sys\ndef f(:\n", code=1).stderr.splitlines()
     assert lines[-1] == "[ranks 0-1] SyntaxError: invalid syntax"
@@ -257,6 +311,35 @@ if os.environ["MULTIRING_RANK"] == "1":
         (job.directory / "go").touch()
         assert "[1] and this\n" in job.ended(0).stderr
     assert lines[0] == "[1] Traceback (most recent call last):\n"
+
+
+def test_a_program_in_the_place_of_one_that_failed_has_not_ended(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    first.write_text("import multiring\nmultiring.init()\nundefined\n")
+    second.write_text("""
+import os, pathlib, sys, time, traceback
+import multiring
+multiring.init()
+try:
+    {}["key"]
+except KeyError:
+    traceback.print_exc()
+print("and this", file=sys.stderr)
+while not (pathlib.Path(os.environ["TEST_DIRECTORY"]) / "go").exists():
+    time.sleep(0.005)
+""")
+    command = f"{sys.executable} {first}; {sys.executable} {second}"
+    with start_job(1, "/bin/sh", "-c", command, launcher_args=["--tag-output"], env=QUIET) as job:
+        assert job.process.stderr is not None
+        lines = [job.process.stderr.readline()]
+        while lines[-1] != "[0] and this\n":
+            lines.append(job.process.stderr.readline())
+        (job.directory / "go").touch()
+        job.ended(0)
+    assert [line for line in lines if "Error" in line] == [
+        "[0] NameError: name 'undefined' is not defined\n",
+        "[0] KeyError: 'key'\n",
+    ]
 
 
 def test_the_program_keeps_a_hook_of_its_own_and_chains_are_shown_whole() -> None:

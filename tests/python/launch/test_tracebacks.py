@@ -13,6 +13,7 @@ import pytest
 
 from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.console.tracebacks import Tracebacks, encoded, fold, tagged_lines
+from multiring.commands.launcher.report import RankEnd
 from multiring.rendezvous.joined import consequence_value
 
 TEXT = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nValueError: bad\n  worse'
@@ -49,6 +50,17 @@ def test_equal_errors_are_folded_and_the_culprits_comes_last() -> None:
             "PeerLostError: rank 2 stopped all ranks: rank 2 on a, in a: no rank 1 (noticed on rank 0 on b)",
             True,
         ),
+        (
+            "E: loss (raised on rank 0 on a, in barrier) [process group '0', rank 0]",
+            "E: loss (raised on rank 1 on a, in barrier) [process group '0', rank 1]",
+            True,
+        ),
+        (
+            "E: loss (raised on rank 0 on a) [process group 'a' of the job's ranks 1, 3; rank 0 in it]",
+            "E: loss (raised on rank 1 on a) [process group 'a' of the job's ranks 1, 3; rank 1 in it]",
+            True,
+        ),
+        ("E: rank 1 is lost", "E: rank 2 is lost", False),
     ],
 )
 def test_which_errors_are_equal(one: str, other: str, is_same: bool) -> None:
@@ -120,6 +132,17 @@ def test_a_traceback_is_held_whole_and_any_other_line_gives_it_back(text: str) -
     first = "Traceback (most recent call last):"
     assert held.take(2, first.encode() + b"\n") == lines, "another one begins, which is held in turn"
     assert held.texts()[2] == first
+
+
+def test_what_follows_from_a_lost_rank_is_secondary_also_behind_prefixes() -> None:
+    text = CHAIN.replace("KeyError: 1", "multiring.errors.PeerLostError: lost rank 1")
+    held = Tracebacks()
+    for rank, shown in enumerate(
+        (text, "".join(f"[rank1]: {line}" for line in text.splitlines(keepends=True)))
+    ):
+        assert not any(held.take(rank, line) for line in whole(shown))
+        assert held.held_lines(rank) == text.splitlines()
+        assert RankEnd(rank, 1, 1, False, held.held_lines(rank)).is_secondary
 
 
 def test_what_does_not_end_its_rank_is_not_held() -> None:

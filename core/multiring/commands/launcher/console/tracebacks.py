@@ -41,7 +41,8 @@ _EXIT_CODES = (1, 130, -2)  # with which Python ends because of an exception, th
 
 # What differs between ranks that have met the same error: where it was raised, and addresses of objects.
 _OWN = re.compile(
-    r" \((?:raised|noticed) on rank \d+ on .*\)$"
+    r" \((?:raised|noticed) on rank \d+ on .*\)(?=$| \[process group )"
+    r"|(?:, rank \d+|; rank \d+ in it)(?=\]$)"
     r"|, seen on rank \d+(?=:)"
     r"|(?<= at )0x[0-9a-f]+(?=>)"
     r"|(?<=PeerLostError: )(?:rank \d+ stopped all ranks: )?rank \d+ on [^,:]+(?=[,:])",
@@ -208,7 +209,7 @@ class Tracebacks:
     def held_lines(self, rank: int) -> list[str]:
         """The traceback that is held of a rank; empty: none is."""
         held = self._held.get(rank)
-        return [] if held is None else held.text().splitlines()
+        return [] if held is None else _PREFIX.sub("", held.text()).splitlines()
 
     def holds(self, rank: int) -> bool:
         """Whether the traceback is held that a rank has written last."""
