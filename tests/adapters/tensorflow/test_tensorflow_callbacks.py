@@ -43,6 +43,22 @@ def test_state_is_broadcast_and_metrics_are_averaged(comm: Communicator) -> None
     assert same_everywhere(comm, train(model, share(comm), average, epochs=2).history)
 
 
+def test_a_second_fit_traces_nothing_new(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+
+    def sync_buffers(model: Any, *rest: Any) -> None:
+        traced.append(model)
+        mt.sync_buffers(model, *rest)
+
+    monkeypatch.setattr(callbacks, "sync_buffers", sync_buffers)
+    start = callbacks.BroadcastInitialState(comm=comm)
+    model, other = make_distributed(comm), make_distributed(comm)
+    for each in (model, model, other, other):
+        train(each, share(comm), start)
+        assert_same(comm, each)
+    assert traced == [model, other]
+
+
 def rates(comm: Communicator, *added: Any, epochs: int) -> list[float]:
     """The learning rate of every batch."""
     model, found = make_distributed(comm), []
