@@ -57,7 +57,8 @@ PLAIN = {
             ", every_k=4": "",
             "np.split(np.arange(64)[comm.rank :: comm.size], 4)": "[np.arange(64)]",
             "y[part]) / 4": "y[part])",
-        }
+        },
+        UNEVEN: {_FIRST_THREE: "[np.concatenate(pair) for pair in zip(batches, batches[3:6])] + batches[6:]"},
     },
 }
 
