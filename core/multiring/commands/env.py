@@ -128,9 +128,9 @@ def _as_text(found: Mapping[str, Any], is_all: bool) -> str:
         rows_of_settings = [(row["name"], row["value"] or "-", row["source"]) for row in shown]
         lines += _table([("variable", "value", "source"), *rows_of_settings])
     if left := len(settings) - len(shown):
-        lines.append(
-            f"  {f'{left} others' if shown else f'all {left}'} have their defaults; --all shows them"
-        )
+        others = f"{left} others have their defaults" if left > 1 else "1 other has its default"
+        what = others if shown else f"all {left} have their defaults"
+        lines.append(f"  {what}; --all shows {'them' if left > 1 else 'it'}")
     for name, meant in found["unknown_variables"].items():
         lines.append(f"  {name} is not known" + (f"; is {meant} meant?" if meant else ""))
     return "\n".join(lines[1:])
