@@ -67,7 +67,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
         super().__init__()
         self._root, self._comm, self._done, self._buffers = root, comm, False, buffers
         self._sync: Callable[[], None] = _nothing
-        self._traced: tuple[list[Any], Callable[[], None]] = [], _nothing  # with what it holds
+        self._traced: tuple[list[Any], Callable[[], None]] = [], _nothing  # for which objects, and what
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Broadcasts the variables that the model has by now."""
@@ -127,7 +127,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
             import tensorflow as tf
 
             held, _ = self._traced
-            holds = [comm, *buffers_of(model).values()]
+            holds = [model, comm, *buffers_of(model).values()]
             if len(holds) != len(held) or any(map(operator.is_not, holds, held)):
                 self._traced = holds, tf.function(sync, autograph=False)
             sync = self._traced[1]

@@ -17,7 +17,7 @@ from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.tensorflow import callbacks
 from tests.adapters.horovod.support import refused
-from tests.adapters.tensorflow.support import assert_same, make_distributed, share, train
+from tests.adapters.tensorflow.support import assert_same, loss_of, make_distributed, make_model, share, train
 from tests.on_ranks import on_ranks, same_everywhere
 
 
@@ -57,6 +57,11 @@ def test_a_second_fit_traces_nothing_new(comm: Communicator, monkeypatch: pytest
         train(each, share(comm), start)
         assert_same(comm, each)
     assert traced == [model, other]
+    plain = [make_model(keras, comm.rank) for _ in range(2)]  # without buffers
+    for each in plain:
+        each.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm), loss_of(keras))
+        train(each, share(comm), start)
+    assert traced[2:] == plain
 
 
 def rates(comm: Communicator, *added: Any, epochs: int) -> list[float]:
