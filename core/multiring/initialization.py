@@ -19,7 +19,7 @@ from multiring.console.traceback_hook import install_hook
 from multiring.errors import UsageError
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect
-from multiring.rendezvous.joined import tell_end, tell_launcher, tell_start
+from multiring.rendezvous.joined import tell_end, tell_launcher
 from multiring.rendezvous.mpi import job as mpi_job
 from multiring.settings import Settings
 from multiring.tuning.costs import learn_costs
@@ -105,9 +105,9 @@ def init(comm: Any = None) -> Communicator:
         return joined
 
 
-def _tell_end(settings: Settings, consequence: str) -> None:
+def _tell_end(settings: Settings) -> None:
     if _has_joined:  # or the place that it asked for is another process's
-        tell_end(settings, consequence)
+        tell_end(settings)
 
 
 def _join(comm: Any, settings: Settings) -> Communicator:
@@ -116,7 +116,6 @@ def _join(comm: Any, settings: Settings) -> Communicator:
     joined = Communicator(connected.core)
     try:
         learn_costs(joined, settings)
-        tell_start(settings)
         if joined.rank == 0:
             tell_launcher(settings)
             say_start(joined, settings, by_mpi=connected.by_mpi)

@@ -19,7 +19,7 @@ from multiring.console.traceback_hook import install_hook
 from multiring.errors import MultiringError, PeerLostError, UsageError
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
-from multiring.rendezvous.joined import tell_end, tell_launcher, tell_start
+from multiring.rendezvous.joined import tell_end, tell_launcher
 from multiring.rendezvous.offered_store import meet
 from multiring.settings import Settings
 from multiring.store import Interrupt, Store
@@ -114,6 +114,8 @@ def connect_group(given: Any) -> Communicator:
     if not is_world:  # both are for all ranks of the job
         settings.mode = settings.tuning = ""
     configure_log(settings.log_level)
+    if is_world:
+        install_hook(settings.traceback)
     store, prefix = _meet(given.store, rank, size, settings)
     try:
         secret = _agree_on_secret(store, prefix, rank, settings)
@@ -126,7 +128,6 @@ def connect_group(given: Any) -> Communicator:
     if is_world and rank == 0:
         tell_launcher(settings)
     if is_world:
-        tell_start(settings)
         install_hook(settings.traceback, partial(tell_end, settings))  # before torch's, which calls it
         learn_costs(joined, settings)
     if is_world and rank == 0:

@@ -7,7 +7,6 @@ import difflib
 import os
 import sys
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,14 +14,13 @@ from types import TracebackType
 from typing import Any
 
 from multiring import config
-from multiring.errors import AbortedError, MultiringError, PeerLostError, RankError
+from multiring.errors import MultiringError, RankError
 from multiring.log import is_of_program
 
-__all__ = ["RankTraceback", "consequence", "install_hook", "shown_if_uncaught", "traceback_text"]
+__all__ = ["RankTraceback", "install_hook", "shown_if_uncaught", "traceback_text"]
 
 _PACKAGE = "multiring"
 _FRAMEWORKS = ("jax", "jaxlib", "keras", "tensorflow")  # of whose errors the program makes none itself
-_CONSEQUENCES = (KeyboardInterrupt, PeerLostError, AbortedError)
 _DIRECT_CAUSE = "\n\nThe above exception was the direct cause of the following exception:\n\n"
 
 
@@ -33,12 +31,12 @@ class RankTraceback(Exception):
         return f"\n{self.args[0].rstrip()}"
 
 
-def install_hook(kind: str, tell_end: Callable[[str], None]) -> None:
+def install_hook(kind: str, tell_end: Callable[[], None] = lambda: None) -> None:
     """Shows uncaught exceptions like this from now on, where the program has not set `sys.excepthook`.
 
     Args:
         kind: "short", or "full": as Python does.
-        tell_end: Called before one is shown, with its `consequence`.
+        tell_end: Called before one is shown.
     """
     own = getattr(sys.excepthook, "func", None) is _tell_and_show
     if own or sys.excepthook in (sys.__excepthook__, _show):
@@ -48,24 +46,18 @@ def install_hook(kind: str, tell_end: Callable[[str], None]) -> None:
 
 @contextmanager
 def shown_if_uncaught() -> Iterator[None]:
-    """Context of which an error of multiring is shown like this unless the program catches it, or has set
-    `sys.excepthook`: that is put back when the error is gone."""
+    """Context that shows uncaught exceptions like this once an error of multiring, or Ctrl-C, has left it,
+    where the program has not set `sys.excepthook`."""
     try:
         yield
-    except MultiringError as error:
+    except (MultiringError, KeyboardInterrupt):
         if sys.excepthook is sys.__excepthook__ and not config.shows_full_tracebacks():
             sys.excepthook = _show
-            weakref.finalize(error, _put_back).atexit = False
         raise
 
 
-def _put_back() -> None:
-    if sys.excepthook is _show:
-        sys.excepthook = sys.__excepthook__
-
-
 def _tell_and_show(
-    tell_end: Callable[[str], None],
+    tell_end: Callable[[], None],
     process: int,
     show: Callable[..., Any],
     kind: type[BaseException],
@@ -74,7 +66,7 @@ def _tell_and_show(
 ) -> None:
     if os.getpid() == process:  # a fork of the rank is none
         with suppress(Exception, KeyboardInterrupt):  # the error itself is what counts
-            tell_end(consequence(error))
+            tell_end()
     show(kind, error, frames)
 
 
@@ -84,7 +76,9 @@ def traceback_text(error: BaseException, frames: TracebackType | None, *, full: 
     Unless `full`, an error of a framework that has come of one of multiring is shown as that one, and that of
     `multiring.run` with the traceback of the rank alone.
     """
-    shown = traceback.TracebackException(type(error), error, frames) if full else _shortened(error, frames)
+    shown = (
+        traceback.TracebackException(type(error), error, frames) if full else _shortened(error, frames, set())
+    )
     if meant := _suggestion(error, frames):
         shown._str += meant  # type: ignore[attr-defined]  # before notes, which `format` adds
     of_rank = "" if full else _text_of_rank(error)
@@ -152,30 +146,38 @@ class _Stack(traceback.StackSummary):
         ]
 
 
-def _shortened(error: BaseException, frames: TracebackType | None) -> traceback.TracebackException:
-    """An exception as it is shown, without frames that tell nothing."""
+def _shortened(
+    error: BaseException, frames: TracebackType | None, seen: set[int]
+) -> traceback.TracebackException:
+    """An exception as it is shown, without frames that tell nothing, and without those of `seen` before it,
+    which are shown already: this is added. Errors may be causes of each other."""
+    seen.add(id(error))
     own = _carried(error)
     if own is None:
         shown = traceback.TracebackException(type(error), error, frames)
-        _shorten(shown, error, frames)
+        _shorten(shown, error, frames, seen)
         return shown
     shown = traceback.TracebackException(type(own), own, frames)
     is_hidden = [not is_of_program(frame) for frame, _ in traceback.walk_tb(frames)]
     _hide(shown, is_hidden, f"{_PACKAGE} and of installed packages")
     shown.__cause__ = None
-    shown.__context__ = _shown_before(error)
+    shown.__context__ = _shown_before(error, seen)
     shown.__suppress_context__ = False
     return shown
 
 
-def _shown_before(error: BaseException) -> traceback.TracebackException | None:
+def _shown_before(error: BaseException, shown: set[int]) -> traceback.TracebackException | None:
     """What came before a framework's error that tells of one of multiring, and tells of something else."""
     told, seen = _told(error), {id(error)}
     before = _before(error)
     while before is not None and id(before) not in seen and _told(before) == told:
         seen.add(id(before))
         before = _before(before)
-    return None if before is None or id(before) in seen else _shortened(before, before.__traceback__)
+    return (
+        None
+        if before is None or id(before) in seen | shown
+        else _shortened(before, before.__traceback__, shown)
+    )
 
 
 def _told(error: BaseException) -> str | None:
@@ -202,29 +204,6 @@ def _carried(error: BaseException) -> MultiringError | None:
     return None
 
 
-def consequence(error: BaseException) -> str:
-    """The line that names an error which says nothing but that Ctrl-C came, or another rank was lost or has
-    stopped this one, be it in the words of a framework; empty: the error says something else."""
-    each: BaseException | None = error
-    seen: set[int] = set()
-    while each is not None and id(each) not in seen:
-        if not isinstance(each, _CONSEQUENCES) and not _repeats(each):
-            return ""
-        seen.add(id(each))
-        each = _before(each)
-    return traceback.format_exception_only(error)[0].partition("\n")[0]
-
-
-def _repeats(error: BaseException) -> bool:
-    """Whether a package has raised it, and it says what one of `_CONSEQUENCES` does."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames or is_of_program(frames[-1]):
-        return False
-    text, cause = str(error), error.__cause__
-    is_named = any(kind.__name__ in text for kind in _CONSEQUENCES)
-    return is_named or (isinstance(cause, _CONSEQUENCES) and str(cause) in text)
-
-
 def _hide(shown: traceback.TracebackException, is_hidden: Sequence[bool], whose: str) -> None:
     if any(is_hidden) and not all(is_hidden) and len(is_hidden) == len(shown.stack):
         stack = _Stack(each for each, hidden in zip(shown.stack, is_hidden, strict=True) if not hidden)
@@ -232,8 +211,11 @@ def _hide(shown: traceback.TracebackException, is_hidden: Sequence[bool], whose:
         shown.stack = stack
 
 
-def _shorten(shown: traceback.TracebackException, error: BaseException, frames: TracebackType | None) -> None:
+def _shorten(
+    shown: traceback.TracebackException, error: BaseException, frames: TracebackType | None, seen: set[int]
+) -> None:
     """Leaves out frames of multiring where its own error says what was wrong, or Ctrl-C; else they may."""
+    seen.add(id(error))
     if isinstance(error, MultiringError | KeyboardInterrupt):
         ours = [_is_ours(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(frames)]
         if isinstance(error, KeyboardInterrupt) and any(ours):  # nor where in a wait of ours it came
@@ -244,14 +226,14 @@ def _shorten(shown: traceback.TracebackException, error: BaseException, frames: 
         if part is None or inner is None:
             continue
         if _carried(inner) is None:
-            _shorten(part, inner, inner.__traceback__)
+            _shorten(part, inner, inner.__traceback__, seen)
         elif isinstance(error, MultiringError) and str(_carried(inner)) == str(error):
-            setattr(shown, name, _shown_before(inner))  # it says the same
+            setattr(shown, name, _shown_before(inner, seen))  # it says the same
         else:
-            setattr(shown, name, _shortened(inner, inner.__traceback__))
+            setattr(shown, name, None if id(inner) in seen else _shortened(inner, inner.__traceback__, seen))
     if isinstance(error, BaseExceptionGroup):
         for each, inner in zip(shown.exceptions or (), error.exceptions, strict=False):
-            _shorten(each, inner, inner.__traceback__)
+            _shorten(each, inner, inner.__traceback__, seen)
 
 
 def _is_ours(module: object) -> bool:

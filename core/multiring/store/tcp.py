@@ -101,12 +101,8 @@ class TcpStoreServer(ClosedOnExit):
         self._acceptor.start()
 
     def __contains__(self, key: str) -> bool:
-        return self.get(key) is not None
-
-    def get(self, key: str) -> bytes | None:
-        """The value of a key; None: it has not been set."""
         with self._changed:
-            return self._values.get(key.encode())
+            return key.encode() in self._values
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a key to a value, as a client does."""

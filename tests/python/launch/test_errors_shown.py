@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multiring import errors
-from multiring.console.traceback_hook import consequence, traceback_text
+from multiring.console.traceback_hook import traceback_text
 from multiring.error_text import text_of
 from tests.support import run_job, run_python, start_job
 
@@ -104,10 +101,13 @@ try:
     if comm.rank == 0:
         time.sleep(600)
     comm.barrier()
-except KeyboardInterrupt:
+except KeyboardInterrupt as interrupt:
     print("saved by", comm.rank, file=sys.stderr)
     if sys.argv[1:] and comm.rank == 0:  # which nothing but Ctrl-C wakes
-        raise ValueError("the disk is full")
+        names = {}
+        write = "def write(cause): raise ValueError('the disk is full') from cause"
+        exec(compile(write, "/site-packages/checkpoints.py", "exec"), names)
+        names["write"](interrupt)
     raise
 """
 
@@ -178,37 +178,19 @@ def test_an_error_of_the_program_beside_one_of_a_framework_is_shown() -> None:
         assert str(error) in shown.split("During handling")[1]
 
 
-def test_an_error_that_tells_of_nothing_but_ctrl_c_and_lost_ranks_is_a_consequence() -> None:
+def test_errors_that_are_causes_of_each_other_are_shown_once() -> None:
     lost = errors.PeerLostError("rank 0 on a, lost rank 1")
-    names: dict[str, Any] = {}
-    raises = "def fail(error, cause=None):\n    raise error from cause\n"
-    exec(compile(raises, "/site-packages/framework.py", "exec"), names)
-    fail = names["fail"]
-
-    def consequence_of(call: Callable[..., object], *arguments: object) -> str:
+    framework, wrong = UnknownError(f"Detected at node x\n{text_of(lost)}\n"), errors.UsageError("no data")
+    try:
+        raise framework from wrong
+    except UnknownError:
         try:
-            call(*arguments)
-        except BaseException as error:
-            return consequence(error)
-        raise AssertionError("raises nothing")
-
-    def replace() -> None:
-        try:
-            fail(KeyboardInterrupt())
-        finally:
-            raise ValueError("the disk is full")
-
-    def fail_itself() -> None:
-        raise RuntimeError(f"PeerLostError: {lost}") from lost
-
-    callback = "in a callback: PeerLostError: rank 0 on a, lost rank 1"
-    assert consequence_of(fail, RuntimeError(f"{callback}\nat")) == f"RuntimeError: {callback}"
-    assert consequence_of(fail, TypeError(f"{lost}. Later"), lost) == f"TypeError: {lost}. Later"
-    assert consequence_of(fail, KeyboardInterrupt()) == "KeyboardInterrupt"
-    assert consequence_of(fail, OSError("the disk is full"), lost) == ""
-    assert consequence_of(fail, lost, ValueError("bad")) == ""
-    for call in (replace, fail_itself):
-        assert consequence_of(call) == ""
+            raise wrong from framework
+        except errors.UsageError as error:
+            shown = traceback_text(error, error.__traceback__)
+    assert shown.count("Traceback") <= 3
+    assert shown.endswith("UsageError: no data\n")
+    assert shown.count("PeerLostError: rank 0 on a, lost rank 1") == 1
 
 
 LAUNCH = """
@@ -233,21 +215,40 @@ def test_an_error_of_launch_has_one_cause() -> None:
     assert shown.splitlines()[-1].startswith("multiring.errors.RankError: rank 1 (process ")
 
 
-def test_launch_leaves_the_hook_of_its_caller() -> None:
+def test_launch_leaves_the_hook_of_its_caller_until_it_fails() -> None:
     pytest.importorskip("cloudpickle")
-    handled = """
+    retried = """
 import os, sys, multiring
-def fail():
-    raise ValueError("bad")
-try:
-    multiring.launch(fail, np=1)
-except multiring.RankError:
-    pass
-assert sys.excepthook is sys.__excepthook__
 multiring.launch(os.getpid, np=1)
 assert sys.excepthook is sys.__excepthook__
+def fail():
+    raise ValueError("bad")
+for _ in range(2):
+    try:
+        multiring.launch(fail, np=1)
+    except multiring.RankError as error:
+        last = error
+raise last
 """
-    assert run_python(handled, QUIET).returncode == 0
+    shown = run_python(retried, QUIET).stderr
+    assert shown.count("direct cause") == 1
+    assert "caller.py" not in shown
+
+
+@pytest.mark.parametrize("kind", ["short", "full"])
+def test_ctrl_c_shows_where_launch_was_called(kind: str) -> None:
+    interrupted = """
+import os, multiring
+from multiring.commands.functions import caller
+def interrupt(*files):
+    raise KeyboardInterrupt
+caller.run_launcher = interrupt
+multiring.launch(os.getpid, np=1)
+"""
+    shown = run_python(interrupted, {"MULTIRING_TRACEBACK": kind}).stderr
+    assert shown.endswith("KeyboardInterrupt\n")
+    assert "line 7, in <module>" in shown
+    assert ("caller.py" in shown) == (kind == "full")
 
 
 def test_a_notebook_shows_whole_tracebacks_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,35 +312,6 @@ if os.environ["MULTIRING_RANK"] == "1":
         (job.directory / "go").touch()
         assert "[1] and this\n" in job.ended(0).stderr
     assert lines[0] == "[1] Traceback (most recent call last):\n"
-
-
-def test_a_program_in_the_place_of_one_that_failed_has_not_ended(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.py", tmp_path / "second.py"
-    first.write_text("import multiring\nmultiring.init()\nundefined\n")
-    second.write_text("""
-import os, pathlib, sys, time, traceback
-import multiring
-multiring.init()
-try:
-    {}["key"]
-except KeyError:
-    traceback.print_exc()
-print("and this", file=sys.stderr)
-while not (pathlib.Path(os.environ["TEST_DIRECTORY"]) / "go").exists():
-    time.sleep(0.005)
-""")
-    command = f"{sys.executable} {first}; {sys.executable} {second}"
-    with start_job(1, "/bin/sh", "-c", command, launcher_args=["--tag-output"], env=QUIET) as job:
-        assert job.process.stderr is not None
-        lines = [job.process.stderr.readline()]
-        while lines[-1] != "[0] and this\n":
-            lines.append(job.process.stderr.readline())
-        (job.directory / "go").touch()
-        job.ended(0)
-    assert [line for line in lines if "Error" in line] == [
-        "[0] NameError: name 'undefined' is not defined\n",
-        "[0] KeyError: 'key'\n",
-    ]
 
 
 def test_the_program_keeps_a_hook_of_its_own_and_chains_are_shown_whole() -> None:

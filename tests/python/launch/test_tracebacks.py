@@ -14,7 +14,6 @@ import pytest
 from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.console.tracebacks import Tracebacks, encoded, fold, tagged_lines
 from multiring.commands.launcher.report import RankEnd
-from multiring.rendezvous.joined import consequence_value
 
 TEXT = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nValueError: bad\n  worse'
 
@@ -61,6 +60,8 @@ def test_equal_errors_are_folded_and_the_culprits_comes_last() -> None:
             True,
         ),
         ("E: rank 1 is lost", "E: rank 2 is lost", False),
+        ("E: no data for [rank 0, rank 3]", "E: no data for [rank 0, rank 5]", False),
+        ("E: bad [a; rank 3 in it]", "E: bad [a; rank 5 in it]", False),
     ],
 )
 def test_which_errors_are_equal(one: str, other: str, is_same: bool) -> None:
@@ -169,7 +170,7 @@ def test_what_does_not_end_its_rank_is_not_held() -> None:
 
 
 def test_a_traceback_is_held_until_its_rank_has_exited_where_that_has_said_so() -> None:
-    held = Tracebacks(lambda rank: b"ends" if rank == 1 else None)
+    held = Tracebacks(lambda rank: rank == 1)
     lines = whole(TEXT + "\n")
     for rank in (0, 1):
         assert not any(held.take(rank, line) for line in lines)
@@ -188,6 +189,7 @@ def test_a_traceback_is_held_until_its_rank_has_exited_where_that_has_said_so() 
 INTERRUPTED = TEXT.replace("ValueError: bad\n  worse", "KeyboardInterrupt\n")
 DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
 LOST = "multiring.errors.AbortedError: rank 1 aborted"
+REPLACED = "AbortedError REPLACED BY KeyboardInterrupt"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,9 @@ LOST = "multiring.errors.AbortedError: rank 1 aborted"
         (INTERRUPTED + CAUSE + TEXT + "\n", False),
         (INTERRUPTED + DURING + INTERRUPTED.replace("KeyboardInterrupt", LOST), True),
         (INTERRUPTED + DURING + TORCH.replace("ValueError: bad", LOST), True),
+        (INTERRUPTED.replace("KeyboardInterrupt", f"RuntimeError: {REPLACED}: "), True),
         (TEXT + "\n" + DURING + INTERRUPTED, False),
+        (INTERRUPTED.replace("KeyboardInterrupt", "ValueError: AbortedError: row locked"), False),
         (CHAIN.replace("ValueError: bad", LOST), False),
         (INTERRUPTED.replace("KeyboardInterrupt", "RuntimeError: after KeyboardInterrupt()"), False),
         (TORCH, False),
@@ -216,21 +220,6 @@ def test_what_ctrl_c_leads_to_is_left_out(text: str, is_left_out: bool) -> None:
     assert shown == [*([] if is_left_out else whole(text)), b"saved\n"]
     assert not any(held.take(1, line) for line in whole(text))
     assert bool(held.texts()) is not is_left_out
-
-
-@pytest.mark.parametrize("text", [TEXT + "\n", CHAIN, TORCH])
-def test_what_its_rank_has_called_a_consequence_of_ctrl_c_is_left_out(text: str) -> None:
-    said = {0: consequence_value("ValueError: bad"), 1: b"ends"}
-    held = Tracebacks(said.get)
-    held.leave_out_interrupts()
-    for rank in range(3):
-        before = whole(text.replace("ValueError: bad", "KeyError: 3"))  # which was handled
-        assert not any(held.take(rank, line) for line in before)
-        assert [shown for line in whole(text) for shown in held.take(rank, line)] == before
-    assert list(held.texts()) == [1, 2]
-    said.clear()
-    held.end_of(0, 1)
-    assert list(held.texts()) == [1, 2], "where it has said so is gone"
 
 
 def test_a_bar_before_a_traceback_is_shown_as_it_was() -> None:
@@ -318,6 +307,16 @@ def test_lines_of_a_rank_are_shown_in_their_order(tmp_path: Path) -> None:
     assert screen.tracebacks.texts() == {0: CHAIN.strip("\n")}
     shown += [*CHAIN.splitlines(), "bar"]
     assert screen.close() == "".join(f"[0] {line}\n" for line in shown)
+
+
+def test_last_lines_have_no_prefixes_of_ranks(tmp_path: Path) -> None:
+    text = CHAIN.replace("KeyError: 1", "multiring.errors.PeerLostError: lost rank 1")
+    screen = Screen(tmp_path)
+    screen.write("stderr", "".join(f"[rank0]: {line}" for line in text.splitlines(keepends=True)))
+    screen.write("stderr", "and this\n")
+    assert screen.outputs.tail(0) == [*text.splitlines(), "and this"]
+    assert RankEnd(0, 1, 1, False, screen.outputs.tail(0)[:-1]).is_secondary
+    screen.close()
 
 
 def test_what_is_held_is_shown_where_the_job_cannot_go_on(tmp_path: Path) -> None:

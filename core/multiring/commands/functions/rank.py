@@ -16,7 +16,7 @@ from typing import Any
 from multiring import config
 from multiring.commands.functions import memory, pickling
 from multiring.commands.functions.outcome import Raised, Returned
-from multiring.console.traceback_hook import consequence, traceback_text
+from multiring.console.traceback_hook import traceback_text
 from multiring.rendezvous.joined import tell_end
 
 __all__ = ["main"]
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
         text = _trimmed(error)
         memory.write(result_file, Raised.of(error, text))
         with contextlib.suppress(Exception):  # the error itself is what counts
-            tell_end(config.load(), consequence(error))
+            tell_end(config.load())
         sys.excepthook = _writer(text)
         raise
 

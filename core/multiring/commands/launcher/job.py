@@ -120,7 +120,7 @@ def finish_job(options: JobOptions) -> JobEnd:
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (directory, guard),
-        _store(options, directory, secret) as (store, address, find),
+        _store(options, directory, secret) as (store, address, is_set),
     ):
         start.shared = {
             **torch_meeting(options.slot(0).host, address),
@@ -131,7 +131,7 @@ def finish_job(options: JobOptions) -> JobEnd:
         }
         start.selector, start.wake = selector, signals.wake
         is_full = config.check(environ).get("traceback") == "full"
-        return _Job(options, start, signals, selector, guard, find, is_full).run()
+        return _Job(options, start, signals, selector, guard, is_set, is_full).run()
 
 
 def _descriptors(options: JobOptions) -> int:
@@ -169,25 +169,26 @@ def job_environment(options: JobOptions) -> dict[str, str]:
 @contextlib.contextmanager
 def _store(
     options: JobOptions, directory: Path, secret: str
-) -> Iterator[tuple[str, str, Callable[[str], bytes | None]]]:
+) -> Iterator[tuple[str, str, Callable[[str], bool]]]:
     """Where the ranks meet: the job's directory, or where there are other hosts a port of ours; where ranks
-    reach this host; and what a rank has set a key to there."""
+    reach this host; and whether a rank has set a key there."""
     if not options.remote_hosts:
-        yield directory.as_uri(), "127.0.0.1", lambda key: _find(directory, key)
+        yield directory.as_uri(), "127.0.0.1", lambda key: _has(directory, key)
         return
     address = options.address or address_towards(options.remote_hosts)
     with TcpStoreServer(address_to_listen_on(address), 0, bytes.fromhex(secret)) as server:
         hosts = [options.slot(rank).host or socket.gethostname() for rank in range(options.ranks)]
         server.set(HOSTS_KEY, "\n".join(hosts).encode())
-        yield store_url(address, server.port), address, server.get
+        yield store_url(address, server.port), address, lambda key: key in server
 
 
-def _find(directory: Path, key: str) -> bytes | None:
+def _has(directory: Path, key: str) -> bool:
     if not directory.is_dir():  # cleaned away as an old temporary file: do not claim that nobody has joined
-        return b"" if key == JOINED_KEY else None
+        return key == JOINED_KEY
     with contextlib.suppress(MultiringError), FileStore(directory) as store:
-        return store.get(key, 0.0)
-    return None
+        store.get(key, 0.0)
+        return True
+    return False
 
 
 def store_url(host: str, port: int) -> str:
@@ -205,11 +206,11 @@ class _Job:
         signals: ArrivedSignals,
         selector: selectors.BaseSelector,
         guard: Guard,
-        find: Callable[[str], bytes | None],
+        is_set: Callable[[str], bool],
         is_full: bool,
     ) -> None:
         self._options = options
-        self._find, self._joined, self._explained = find, False, False
+        self._is_set, self._joined, self._explained = is_set, False, False
         self._start = start
         self._guard = guard
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
@@ -218,7 +219,7 @@ class _Job:
         is_kept = options.output_dir is not None or options.caller is not None
         self._piped = options.ranks > 1 or tagged or is_kept
         self._tagged = tagged
-        self._tracebacks = Tracebacks(lambda rank: find(ending_key(rank)), is_full=is_full)
+        self._tracebacks = Tracebacks(lambda rank: is_set(ending_key(rank)), is_full=is_full)
         self._outputs = Multiplexer(
             selector,
             tagged=tagged,
@@ -278,8 +279,9 @@ class _Job:
         return None
 
     def _end_leftovers(self) -> None:
-        # Before the directory goes.
-        self._joined, self._explained = (self._find(key) is not None for key in (JOINED_KEY, EXPLAINED_KEY))
+        self._joined, self._explained = map(
+            self._is_set, (JOINED_KEY, EXPLAINED_KEY)
+        )  # before the directory goes
         self._guard.finish()
 
     def _is_consequence(self, rank: RankProcess) -> bool:

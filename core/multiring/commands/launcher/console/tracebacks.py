@@ -13,9 +13,16 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from multiring.rendezvous.joined import consequence_value
-
-__all__ = ["Tracebacks", "encoded", "fold", "is_coloured", "message_of", "rank_list", "tagged_lines"]
+__all__ = [
+    "Tracebacks",
+    "encoded",
+    "fold",
+    "is_coloured",
+    "message_of",
+    "rank_list",
+    "tagged_lines",
+    "without_prefixes",
+]
 
 _SECONDS = 1.0  # that a rank may take to exit which has not said that it does
 _SECONDS_OF_EXIT = 15.0  # that one may take which has: frameworks have much to tidy up
@@ -42,15 +49,19 @@ _EXIT_CODES = (1, 130, -2)  # with which Python ends because of an exception, th
 # What differs between ranks that have met the same error: where it was raised, and addresses of objects.
 _OWN = re.compile(
     r" \((?:raised|noticed) on rank \d+ on .*\)(?=$| \[process group )"
-    r"|(?:, rank \d+|; rank \d+ in it)(?=\]$)"
+    r"|(?<= \[process group )(?P<group>[^\]\n]*?)(?:, rank \d+|; rank \d+ in it)(?=\]$)"
     r"|, seen on rank \d+(?=:)"
     r"|(?<= at )0x[0-9a-f]+(?=>)"
     r"|(?<=PeerLostError: )(?:rank \d+ stopped all ranks: )?rank \d+ on [^,:]+(?=[,:])",
     re.MULTILINE,
 )
 # The exceptions that Ctrl-C leads to, by the first line of their message: on the ranks, and on those that
-# lose them.
-_INTERRUPT = re.compile(r"(?:[\w.]+\.)?(?:KeyboardInterrupt|PeerLostError|AbortedError)(?::|$)")
+# lose them; as Torch and pybind11 tell of them, too.
+_INTERRUPT = re.compile(
+    r"(?:[\w.]+\.)?(?:KeyboardInterrupt|PeerLostError|AbortedError|HorovodInternalError)(?::|$)"
+    r"|RuntimeError: Got the following error when running the callback: (?:PeerLostError|AbortedError):"
+    r"|RuntimeError: .*\bREPLACED BY KeyboardInterrupt\b"
+)
 
 
 @dataclass
@@ -76,7 +87,7 @@ class Tracebacks:
     """What is held of each rank.
 
     Args:
-        end_said: What a rank has set its `ending_key` to; None: nothing.
+        is_ending: Whether a rank has said that an uncaught exception ends it.
         is_full: Whether none is left out.
 
     Attributes:
@@ -84,12 +95,12 @@ class Tracebacks:
     """
 
     def __init__(
-        self, end_said: Callable[[int], bytes | None] = lambda rank: None, *, is_full: bool = False
+        self, is_ending: Callable[[int], bool] = lambda rank: False, *, is_full: bool = False
     ) -> None:
         self.is_full = is_full
         self._interrupted: float | None = None  # when, since which what Ctrl-C leads to is left out
-        self._end_said = end_said
-        self._ending: dict[int, bytes] = {}  # what ranks have said
+        self._is_ending = is_ending
+        self._ending: set[int] = set()  # ranks that have said so
         self._overdue: set[int] = set()  # whose traceback was written because they took too long to exit
         self._held: dict[int, _Held] = {}
         self._last: dict[int, bytes] = {}  # line of stderr
@@ -126,10 +137,9 @@ class Tracebacks:
 
     def ends(self, rank: int) -> bool:
         """Whether a rank has said that an uncaught exception ends it."""
-        said = self._end_said(rank)
-        if said is not None:
-            self._ending[rank] = said
-        return bool(self._ending.get(rank))
+        if rank not in self._ending and self._is_ending(rank):
+            self._ending.add(rank)
+        return rank in self._ending
 
     def other_output(self, rank: int) -> list[bytes]:
         """To be called when a rank writes what is no traceback; returns what is to be written before."""
@@ -147,7 +157,7 @@ class Tracebacks:
         held = self._held.pop(rank, None)
         if held is None:
             return []
-        if self._is_left_out(rank, held):
+        if self._is_left_out(held):
             return [held.before] if held.before else []
         first, *rest = held.lines
         return [held.before + first, *rest]
@@ -157,20 +167,17 @@ class Tracebacks:
         if self._interrupted is None and not self.is_full:
             self._interrupted = time.monotonic()
 
-    def _is_left_out(self, rank: int, held: _Held) -> bool:
+    def _is_left_out(self, held: _Held) -> bool:
         if self._interrupted is None or held.began < self._interrupted:
             return False
         parts: list[list[str]] = [[]]
-        for line in _PREFIX.sub("", held.text()).splitlines():
+        for line in without_prefixes(held.text()).splitlines():
             if line.startswith(_CHAINED_TEXT):
                 parts.append([])
             else:
                 parts[-1].append(line)
-        messages = ["".join(part[message_of(part) :][:1]) for part in parts]
-        if self.ends(rank) and consequence_value(messages[-1]) == self._ending[rank]:
-            return True
         # An error of the program that one of them hides would be lost.
-        return all(map(_INTERRUPT.match, messages))
+        return all(any(map(_INTERRUPT.match, part[message_of(part) :][:1])) for part in parts)
 
     def end_of(self, rank: int, code: int | None, *, was_told: bool = False) -> list[bytes]:
         """To be called when a rank has ended; returns what is to be written now.
@@ -185,7 +192,6 @@ class Tracebacks:
             self._overdue.discard(rank)  # no exception has ended it
             return self.release(rank)
         self._ended.add(rank)
-        self.ends(rank)  # where it has said so is gone at the end of the job
         if rank in self._held:
             self._held[rank].until = time.monotonic() + _SECONDS_AFTER_END
         return []
@@ -209,7 +215,7 @@ class Tracebacks:
     def held_lines(self, rank: int) -> list[str]:
         """The traceback that is held of a rank; empty: none is."""
         held = self._held.get(rank)
-        return [] if held is None else _PREFIX.sub("", held.text()).splitlines()
+        return [] if held is None else without_prefixes(held.text()).splitlines()
 
     def holds(self, rank: int) -> bool:
         """Whether the traceback is held that a rank has written last."""
@@ -229,9 +235,9 @@ class Tracebacks:
     def texts(self) -> dict[int, str]:
         """The tracebacks that are held, by rank; bytes that are not UTF-8 as `encoded` takes them."""
         return {
-            rank: _PREFIX.sub("", held.text()).replace("\r\n", "\n").strip("\n")
+            rank: without_prefixes(held.text()).replace("\r\n", "\n").strip("\n")
             for rank, held in sorted(self._held.items())
-            if not self._is_left_out(rank, held)
+            if not self._is_left_out(held)
         }
 
 
@@ -241,6 +247,11 @@ def encoded(line: str) -> bytes:
         return line.encode(errors="surrogateescape")
     except UnicodeEncodeError:  # of the launcher, about a name that is no text
         return line.encode(errors="replace")
+
+
+def without_prefixes(text: str) -> str:
+    """Lines of a rank without what torch.distributed puts before each."""
+    return _PREFIX.sub("", text)
 
 
 def _bare(line: bytes) -> bytes:
@@ -273,7 +284,7 @@ def fold(texts: Mapping[int, str], last: int | None = None) -> list[tuple[list[i
     """
     groups: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        groups.setdefault(_OWN.sub("", text), []).append(rank)
+        groups.setdefault(_OWN.sub(lambda found: found["group"] or "", text), []).append(rank)
     folded = [(ranks, texts[ranks[0]]) for ranks in groups.values()]
     return sorted(folded, key=lambda group: last in group[0])
 
