@@ -57,7 +57,8 @@ PLAIN = {
             ", every_k=4": "",
             "np.split(np.arange(64)[comm.rank :: comm.size], 4)": "[np.arange(64)]",
             "y[part]) / 4": "y[part])",
-        }
+        },
+        UNEVEN: {_FIRST_THREE: "[np.concatenate(pair) for pair in zip(batches, batches[3:6])] + batches[6:]"},
     },
 }
 
@@ -110,6 +111,21 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value]
 
 
+def steps_for_tensorboard() -> list[int]:
+    """The steps of what is written for TensorBoard below this folder."""
+    files = sorted(Path().glob("**/events.out.tfevents.*"))
+    if not files:
+        return []
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return [
+        event.step
+        for file in files
+        for event in EventFileLoader(str(file)).Load()
+        if event.HasField("summary")
+    ]
+
+
 def main(page: str, file: str) -> None:
     # Otherwise Torch's writer for TensorBoard imports TensorFlow, which takes seconds.
     if "tensorflow" not in page:
@@ -130,7 +146,7 @@ def main(page: str, file: str) -> None:
             if edits := INTERRUPTED[page].get(recipe.question):
                 run(recipe, replaced(recipe.code, edits))
             found = run(recipe, recipe.code)
-        results[recipe.question] = found
+        results[recipe.question] = found | {"steps": steps_for_tensorboard() if comm.rank == 0 else []}
         everyone = comm.allgather_object(pickle.dumps(found))
         assert everyone == [everyone[0]] * comm.size, f"{recipe.question}: the ranks have other results"
         if "tensorflow" in page:

@@ -41,6 +41,20 @@ def test_env_as_text_shows_what_is_wrong_and_no_secret() -> None:
     assert "abab" not in shown
     for words in ("soon", "is MULTIRING_TIMEOUT meant?"):
         assert words in shown
+    of_settings = shown.split("\nsettings\n")[1].splitlines()
+    assert [line.split()[0] for line in of_settings] == [
+        *("variable", "MULTIRING_SECRET", "MULTIRING_TIMEOUT", str(len(config.VARIABLES) - 2)),
+        "MULTIRING_TIMOUT",
+    ]
+    everything = run_multiring("env", "--all", env=env, code=0).stdout.split("\nsettings\n")[1].splitlines()
+    for line, first in zip(everything, of_settings[:3], strict=False):  # what is set comes first
+        assert line.split() == first.split()
+    assert {variable.name for variable in config.VARIABLES} <= {line.split()[0] for line in everything}
+    all_but_one = {variable.name: "" for variable in config.VARIABLES[1:]}
+    shown = environment._as_text(environment.collect(all_but_one), is_all=False)
+    assert "\n  1 other has its default; --all shows it\n" in f"{shown}\n"
+    without = run_multiring("env", code=0).stdout
+    assert without.endswith(f"\n  all {len(config.VARIABLES)} have their defaults; --all shows them\n")
     launcher = environment.collect({"OMPI_COMM_WORLD_RANK": "0"})["launcher"]
     assert "OMPI_COMM_WORLD_SIZE" in launcher["problem"], "which is missing"
 

@@ -16,7 +16,7 @@ from multiring.commands.functions.job import Order
 from multiring.commands.functions.launched import run_launcher
 from multiring.commands.functions.outcome import JobReport, raised
 from multiring.commands.launcher.job import EXIT_TIMED_OUT
-from multiring.console.traceback_hook import install_hook
+from multiring.console.traceback_hook import shown_if_uncaught
 from multiring.errors import MultiringError, RankError, TimeoutError, UsageError
 
 __all__ = ["LauncherKeywords", "launch", "run"]
@@ -83,11 +83,8 @@ def run(
         KeyboardInterrupt: Ctrl-C; all ranks have ended.
     """
     settings = _settings(np, env, timeout, options)
-    if sys.excepthook is sys.__excepthook__:  # an error is shown as on a rank
-        kind = os.environ.get("MULTIRING_TRACEBACK", "").strip().lower()
-        install_hook("full" if kind == "full" else "short", lambda: None)
     try:
-        with memory.anonymous_files(np + 2) as (order_file, call_file, *results):
+        with shown_if_uncaught(), memory.anonymous_files(np + 2) as (order_file, call_file, *results):
             _write_call(call_file, fn, tuple(args), dict(kwargs or {}))
             memory.write(order_file, Order(call_file, results, settings))
             report = run_launcher(order_file, (order_file, call_file, *results))
