@@ -93,7 +93,9 @@ def replaced(code: str, edits: Mapping[str, str]) -> str:
 def run(recipe: Recipe, code: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, f"<{recipe.question}>", "exec"), names)
-    return {name: plain(names[name]) for name in RESULTS if name in names}
+    found = {name: plain(names[name]) for name in RESULTS if name in names}
+    # While a writer is there, whose end may write what is left.
+    return found | {"steps": steps_for_tensorboard()}
 
 
 def plain(value: Any) -> Any:
@@ -146,9 +148,10 @@ def main(page: str, file: str) -> None:
             if edits := INTERRUPTED[page].get(recipe.question):
                 run(recipe, replaced(recipe.code, edits))
             found = run(recipe, recipe.code)
-        results[recipe.question] = found | {"steps": steps_for_tensorboard() if comm.rank == 0 else []}
+        steps = found.pop("steps")  # of rank 0's file, at another time on each rank
         everyone = comm.allgather_object(pickle.dumps(found))
         assert everyone == [everyone[0]] * comm.size, f"{recipe.question}: the ranks have other results"
+        results[recipe.question] = found | {"steps": steps}
         if "tensorflow" in page:
             import keras
 
