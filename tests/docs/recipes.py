@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,7 +95,9 @@ def run(recipe: Recipe, code: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, f"<{recipe.question}>", "exec"), names)
     found = {name: plain(names[name]) for name in RESULTS if name in names}
-    # While a writer is there, whose end may write what is left.
+    # A writer's thread would be killed by the end of the program, with what it has not written yet.
+    writers = [thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
+    assert not writers, f"{recipe.question}: the writer is not closed"
     return found | {"steps": steps_for_tensorboard()}
 
 
