@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,7 +94,11 @@ def replaced(code: str, edits: Mapping[str, str]) -> str:
 def run(recipe: Recipe, code: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, f"<{recipe.question}>", "exec"), names)
-    return {name: plain(names[name]) for name in RESULTS if name in names}
+    found = {name: plain(names[name]) for name in RESULTS if name in names}
+    # A writer's thread would be killed by the end of the program, with what it has not written yet.
+    writers = [thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
+    assert not writers, f"{recipe.question}: the writer is not closed"
+    return found | {"steps": steps_for_tensorboard()}
 
 
 def plain(value: Any) -> Any:
@@ -146,9 +151,10 @@ def main(page: str, file: str) -> None:
             if edits := INTERRUPTED[page].get(recipe.question):
                 run(recipe, replaced(recipe.code, edits))
             found = run(recipe, recipe.code)
-        results[recipe.question] = found | {"steps": steps_for_tensorboard() if comm.rank == 0 else []}
+        steps = found.pop("steps")  # of rank 0's file, at another time on each rank
         everyone = comm.allgather_object(pickle.dumps(found))
         assert everyone == [everyone[0]] * comm.size, f"{recipe.question}: the ranks have other results"
+        results[recipe.question] = found | {"steps": steps}
         if "tensorflow" in page:
             import keras
 

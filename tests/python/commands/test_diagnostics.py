@@ -50,7 +50,7 @@ def test_env_as_text_shows_what_is_wrong_and_no_secret() -> None:
     for line, first in zip(everything, of_settings[:3], strict=False):  # what is set comes first
         assert line.split() == first.split()
     assert {variable.name for variable in config.VARIABLES} <= {line.split()[0] for line in everything}
-    all_but_one = {variable.name: "" for variable in config.VARIABLES[1:]}
+    all_but_one = {variable.name: "1" for variable in config.VARIABLES[1:]}
     shown = environment._as_text(environment.collect(all_but_one), is_all=False)
     assert "\n  1 other has its default; --all shows it\n" in f"{shown}\n"
     without = run_multiring("env", code=0).stdout
