@@ -178,7 +178,7 @@ bool NamedQueue::negotiate() {
   return anything;
 }
 
-// Whoever submits more meanwhile shall not wait for it.
+// A thread that submits more meanwhile shall not wait for it.
 bool NamedQueue::may_run_at_once(const std::vector<QueuedWork>& queued) const {
   if (queued.size() != 1 || queued[0].work->operation().descriptor.bytes > kRunAtOnce) return false;
   const std::lock_guard lock(mutex_);
