@@ -62,6 +62,23 @@ std::vector<std::vector<int>> ranks_of_hosts(const Cluster& cluster) {
   return ranks;
 }
 
+/// The row of what a job runs, and its plan, if it is one. Within a single host there are no others.
+std::pair<AlgorithmRow, std::optional<Plan>> choose_algorithm(const Cluster& cluster,
+                                                              const PlanRequest& request,
+                                                              const CostModel& model,
+                                                              std::size_t staging_bytes) {
+  const PlanOptions options = request.options(cluster.size());
+  if (cluster.host_count() > 1) {
+    AlgorithmTable::Choice choice = AlgorithmTable(cluster, model, staging_bytes).choice(options);
+    return {std::move(choice.row), std::move(choice.plan)};
+  }
+  Plan plan(cluster, options);
+  AlgorithmRow row;
+  row.name = format_mode(plan.mode());
+  row.seconds = predict_steps(plan, model).seconds(1);
+  return {std::move(row), std::move(plan)};
+}
+
 /// What a step moves, or all steps together.
 std::pair<std::vector<LinkTraffic>, std::vector<RankTraffic>> traffic(const Plan& plan,
                                                                       std::optional<std::size_t> index) {
@@ -143,9 +160,6 @@ void bind_plans(py::module_& module) {
       .def_property_readonly("element_bytes", &Plan::element_bytes)
       .def_property_readonly("partial_bytes", &Plan::partial_bytes)
       .def_property_readonly("parts_across_hosts", &Plan::parts_across_hosts)
-      .def_property_readonly("largest_chunk", &Plan::largest_chunk)
-      .def_property_readonly("segment", &Plan::segment)
-      .def_property_readonly("segments", &Plan::segments)
       .def_property_readonly("channels", &Plan::channels)
       .def_property_readonly(
           "steps",
@@ -168,7 +182,6 @@ void bind_costs(py::module_& module) {
       .def_readwrite("shared_bytes_per_second", &CostModel::shared_bytes_per_second)
       .def_readwrite("reduction_bytes_per_second", &CostModel::reduction_bytes_per_second)
       .def_readwrite("dimensions", &CostModel::dimensions);
-  module.def("predict_plan", &predict, py::arg("plan"), py::arg("model"), "Predicted seconds of a plan.");
   module.def(
       "predict_steps",
       [](const Plan& plan, const CostModel& model) {
@@ -180,22 +193,19 @@ void bind_costs(py::module_& module) {
       py::arg("plan"), py::arg("model"), "Predicted seconds of each step in which chunks go whole.");
   module.def("plan_limit", &limit_seconds, py::arg("plan"), py::arg("model"),
              "Seconds that no plan that treats all hosts alike can go below.");
-  module.def(
-      "choose_plan",
-      [](const Cluster& cluster, const PlanRequest& request, const CostModel& model) {
-        return choose_plan(cluster, request.options(cluster.size()), model);
-      },
-      py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<GilRelease>(),
-      "The plan with the lowest predicted time.");
   py::class_<AlgorithmRow>(module, "AlgorithmRow",
                            "An algorithm of a collective across hosts, and its costs.")
       .def_readonly("name", &AlgorithmRow::name)
       .def_readonly("excluded", &AlgorithmRow::excluded)
       .def_readonly("hops", &AlgorithmRow::hops)
       .def_readonly("rank_bytes", &AlgorithmRow::rank_bytes)
+      .def_readonly("segments", &AlgorithmRow::segments)
       .def_readonly("seconds", &AlgorithmRow::seconds)
       .def_readonly("is_compared", &AlgorithmRow::is_compared)
       .def_readonly("is_chosen", &AlgorithmRow::is_chosen);
+  module.def("choose_algorithm", &choose_algorithm, py::arg("cluster"), py::arg("request"), py::arg("model"),
+             py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
+             "The row of the algorithm that a job takes, and its plan; None: it is none.");
   module.def(
       "algorithm_table",
       [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,

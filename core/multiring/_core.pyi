@@ -45,7 +45,7 @@ __all__: list[str] = [
     "before_fork",
     "check_tuning",
     "checksum",
-    "choose_plan",
+    "choose_algorithm",
     "collective_names",
     "connect",
     "copy_from_device",
@@ -60,7 +60,6 @@ __all__: list[str] = [
     "own_addresses",
     "pair_addresses",
     "plan_limit",
-    "predict_plan",
     "predict_steps",
 ]
 
@@ -477,8 +476,6 @@ class Plan:
     @property
     def element_bytes(self) -> int: ...
     @property
-    def largest_chunk(self) -> int: ...
-    @property
     def mode(self) -> str: ...
     @property
     def order(self) -> str: ...
@@ -486,10 +483,6 @@ class Plan:
     def partial_bytes(self) -> int: ...
     @property
     def parts_across_hosts(self) -> int: ...
-    @property
-    def segment(self) -> int: ...
-    @property
-    def segments(self) -> int: ...
     @property
     def sizes(self) -> list[int]:
         """
@@ -564,6 +557,8 @@ class AlgorithmRow:
     def rank_bytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def segments(self) -> int: ...
 
 class Work:
     """
@@ -868,9 +863,14 @@ def checksum(
     A number that changes with every bit of the memory, at the speed of memory.
     """
 
-def choose_plan(cluster: Cluster, request: PlanRequest, model: CostModel) -> Plan:
+def choose_algorithm(
+    cluster: Cluster,
+    request: PlanRequest,
+    model: CostModel,
+    staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
+) -> tuple[AlgorithmRow, Plan | None]:
     """
-    The plan with the lowest predicted time.
+    The row of the algorithm that a job takes, and its plan; None: it is none.
     """
 
 def collective_names() -> list[str]:
@@ -958,11 +958,6 @@ def pair_addresses(
 def plan_limit(plan: Plan, model: CostModel) -> float:
     """
     Seconds that no plan that treats all hosts alike can go below.
-    """
-
-def predict_plan(plan: Plan, model: CostModel) -> float:
-    """
-    Predicted seconds of a plan.
     """
 
 def predict_steps(plan: Plan, model: CostModel) -> list[float]:

@@ -23,6 +23,7 @@ struct AlgorithmRow {
   std::string excluded;        ///< why it does not run here; empty: it does
   std::size_t hops = 0;        ///< messages between hosts, each of which waits for the one before
   std::size_t rank_bytes = 0;  ///< the most that a rank sends to other hosts, without headers
+  std::size_t segments = 1;    ///< in which a plan passes, one after the other; or how many rounds
   double seconds = 0.0;        ///< by the cost model, with the exchange of headers that comes before a plan
   bool is_compared = false;    ///< with the others, to choose
   bool is_chosen = false;      ///< the simplest of those within 2 % of the lowest time: what a job runs
@@ -36,8 +37,17 @@ class MULTIRING_API AlgorithmTable {
   AlgorithmTable(Cluster cluster, CostModel model, std::size_t staging_bytes);
 
   /// What runs the collective of `options`, which a `mode` restricts. Of values that are rounded between
-  /// hosts the mode of the plan decides on bits, so it is always the automatic one. Raises what Plan does.
-  CrossingAlgorithm quickest(const PlanOptions& options) const;
+  /// hosts the mode of the plan decides on bits, so it is always the same. Raises what Plan does.
+  CrossingAlgorithm quickest(const PlanOptions& options) const {
+    return choose(in_its_order(options)).algorithm;
+  }
+
+  struct Choice {
+    AlgorithmRow row;
+    std::optional<Plan> plan;  ///< none: rounds or messages
+  };
+  /// The same with its row, and the plan that runs.
+  Choice choice(const PlanOptions& options) const;
 
   /// What an algorithm does, whatever it costs.
   struct Load {
@@ -66,6 +76,8 @@ class MULTIRING_API AlgorithmTable {
     double seconds = 0.0;
   };
 
+  static PlanOptions in_its_order(PlanOptions options);
+  Entry choose(const PlanOptions& options) const;
   std::vector<Entry> entries(const PlanOptions& options) const;
   std::vector<Entry> plans(const PlanOptions& options) const;
   /// Rounds or messages.
@@ -86,7 +98,7 @@ class MULTIRING_API AlgorithmTable {
                        const CostModel& model) const;
   double least_plan_seconds() const;
   double seconds(const Load& load, const Cluster& cluster, const CostModel& model) const;
-  AlgorithmRow row_of(const Entry& entry) const;
+  Choice described(const Entry& entry) const;
   AlgorithmRow other_row(const PlanOptions& options) const;
 
   Cluster cluster_;

@@ -79,6 +79,21 @@ std::size_t sent_by(RankGroup& group, const AlgorithmRow& row, Collective collec
   return *std::ranges::max_element(bytes);
 }
 
+/// The row of that name, also where the model does not compare its dimensions at that size.
+AlgorithmRow row_at(const Layout& layout, std::size_t count, Collective collective, const std::string& name) {
+  const std::vector<AlgorithmRow> rows = table_of(layout, count, collective);
+  // Of a reduce-scatter's plans of an allreduce there is one, by whichever mode is quickest.
+  const auto base = [](const std::string& full) { return full.substr(0, full.find(':') + 1); };
+  const auto found = std::ranges::find_if(rows, [&](const AlgorithmRow& row) {
+    return base(name).empty() ? row.name == name : base(row.name) == base(name);
+  });
+  if (found != rows.end()) return *found;
+  PlanOptions options = collective_options(collective, count, layout.cluster().size());
+  options.order = layout.order;
+  options.mode = parse_mode(name);
+  return multiring::AlgorithmTable(layout.cluster(), {}, 1 << 20).rows(options).front();
+}
+
 TEST_P(AlgorithmTable, CountsWhatTheBusiestRankSends) {
   const Layout& layout = GetParam();
   GroupOptions options(layout.transport, layout.cluster().size(), 1 << 20);
@@ -94,15 +109,12 @@ TEST_P(AlgorithmTable, CountsWhatTheBusiestRankSends) {
     const std::size_t large = is_divided                             ? 8 * few_elements
                               : collective == Collective::kAllgather ? 3001
                                                                      : 20001;
-    const std::vector<AlgorithmRow> few = table_of(layout, few_elements, collective);
-    const std::vector<AlgorithmRow> many = table_of(layout, large, collective);
-    ASSERT_EQ(few.size(), many.size());
-    for (std::size_t index = 0; index < few.size(); ++index) {
-      if (!few[index].excluded.empty()) continue;
-      EXPECT_EQ(sent_by(group, many[index], collective, large) -
-                    sent_by(group, few[index], collective, few_elements),
-                many[index].rank_bytes - few[index].rank_bytes)
-          << collective_name(collective) << " by " << few[index].name;
+    for (const AlgorithmRow& few : table_of(layout, few_elements, collective)) {
+      if (!few.excluded.empty()) continue;
+      const AlgorithmRow many = row_at(layout, large, collective, few.name);
+      EXPECT_EQ(sent_by(group, many, collective, large) - sent_by(group, few, collective, few_elements),
+                many.rank_bytes - few.rank_bytes)
+          << collective_name(collective) << " by " << few.name;
     }
   }
 }
@@ -143,6 +155,34 @@ TEST(AlgorithmTableRows, SayWhyAnAlgorithmDoesNotRun) {
   EXPECT_EQ(row_of(table_of(line, 1000), "1px4d").excluded, "host 0 has no link to host 2");
   EXPECT_EQ(row_of(table_of(line, 1000), "1px4c").excluded, "");
   expect_usage([] { table_of({{4}}, 1000); }, "several hosts");
+}
+
+TEST(AlgorithmTableRows, AreChosenByTheModel) {
+  const auto chosen = [](const Cluster& cluster, std::size_t count, const char* mode = "",
+                         Order order = Order::kCanonical) {
+    PlanOptions options;
+    options.count = count;
+    options.order = order;
+    if (*mode != '\0') options.mode = parse_mode(mode);
+    return multiring::AlgorithmTable(cluster, {}, 256 * 1024).choice(options);
+  };
+  const Cluster many = make_cluster(std::vector(64, 4), kInterface);
+  EXPECT_EQ(chosen(many, 16).row.name, "rounds") << "few hops for small arrays";
+  EXPECT_FALSE(chosen(many, 16).plan);
+  const auto [row, plan] = chosen(many, 25 << 20);
+  EXPECT_EQ(row.name, "4px64p") << "few bytes for large ones";
+  EXPECT_TRUE(row.is_chosen);
+  EXPECT_GT(row.segments, 1U);
+  EXPECT_LT(limit_seconds(plan.value(), {}), row.seconds);
+  EXPECT_GT(limit_seconds(plan.value(), {}), 0.8 * row.seconds);
+  const Cluster eight = make_cluster(std::vector(8, 4), kInterface);
+  EXPECT_EQ(chosen(eight, 1 << 22, "4tx4x2t").row.name, "4tx4px2t") << "what is forced is kept";
+  EXPECT_EQ(chosen(eight, 1 << 22, "4x8r", Order::kAny).row.name, "4px8r");
+  expect_usage([&] { chosen(eight, 1 << 22, "4x8r"); }, "adds in the order of the ring");
+  expect_usage([&] { chosen(eight, 1, "4x9"); }, "for 36 ranks");
+  Cluster ring = eight;
+  ring.links = HostLinks::kRing;
+  expect_usage([&] { chosen(ring, 1, "4x8d"); }, "host 0 has no link to host 2");
 }
 
 TEST(AlgorithmTableRows, TheChosenOneIsWhatAJobRuns) {
