@@ -62,23 +62,6 @@ std::vector<std::vector<int>> ranks_of_hosts(const Cluster& cluster) {
   return ranks;
 }
 
-/// The row of what a job runs, and its plan, if it is one. Within a single host there are no others.
-std::pair<AlgorithmRow, std::optional<Plan>> choose_algorithm(const Cluster& cluster,
-                                                              const PlanRequest& request,
-                                                              const CostModel& model,
-                                                              std::size_t staging_bytes) {
-  const PlanOptions options = request.options(cluster.size());
-  if (cluster.host_count() > 1) {
-    AlgorithmTable::Choice choice = AlgorithmTable(cluster, model, staging_bytes).choice(options);
-    return {std::move(choice.row), std::move(choice.plan)};
-  }
-  Plan plan(cluster, options);
-  AlgorithmRow row;
-  row.name = format_mode(plan.mode());
-  row.seconds = predict_steps(plan, model).seconds(1);
-  return {std::move(row), std::move(plan)};
-}
-
 /// What a step moves, or all steps together.
 std::pair<std::vector<LinkTraffic>, std::vector<RankTraffic>> traffic(const Plan& plan,
                                                                       std::optional<std::size_t> index) {
@@ -193,19 +176,27 @@ void bind_costs(py::module_& module) {
       py::arg("plan"), py::arg("model"), "Predicted seconds of each step in which chunks go whole.");
   module.def("plan_limit", &limit_seconds, py::arg("plan"), py::arg("model"),
              "Seconds that no plan that treats all hosts alike can go below.");
-  py::class_<AlgorithmRow>(module, "AlgorithmRow",
-                           "An algorithm of a collective across hosts, and its costs.")
+  py::class_<AlgorithmRow>(module, "AlgorithmRow", "An algorithm of a collective, and its costs.")
       .def_readonly("name", &AlgorithmRow::name)
       .def_readonly("excluded", &AlgorithmRow::excluded)
+      .def_readonly("needs", &AlgorithmRow::needs)
       .def_readonly("hops", &AlgorithmRow::hops)
       .def_readonly("rank_bytes", &AlgorithmRow::rank_bytes)
       .def_readonly("segments", &AlgorithmRow::segments)
       .def_readonly("seconds", &AlgorithmRow::seconds)
       .def_readonly("is_compared", &AlgorithmRow::is_compared)
       .def_readonly("is_chosen", &AlgorithmRow::is_chosen);
-  module.def("choose_algorithm", &choose_algorithm, py::arg("cluster"), py::arg("request"), py::arg("model"),
-             py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
-             "The row of the algorithm that a job takes, and its plan; None: it is none.");
+  module.def(
+      "choose_algorithm",
+      [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,
+         std::size_t staging_bytes) {
+        AlgorithmTable::Choice choice =
+            AlgorithmTable(cluster, model, staging_bytes).choice(request.options(cluster.size()));
+        return std::pair(std::move(choice.row), std::move(choice.plan));
+      },
+      py::arg("cluster"), py::arg("request"), py::arg("model"),
+      py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
+      "The row of the algorithm that a job takes, and its plan; None: it is none.");
   module.def(
       "algorithm_table",
       [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,
@@ -214,7 +205,15 @@ void bind_costs(py::module_& module) {
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"),
       py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
-      "All algorithms of a collective across hosts.");
+      "All algorithms of a collective across hosts, or of an allreduce within one.");
+  module.def(
+      "assumed_synchronisation",
+      [](const std::vector<int>& ranks_per_host, bool oversubscribed) {
+        const bool is_alone = ranks_per_host.size() == 1;
+        return (is_alone ? host_costs(ranks_per_host[0], oversubscribed) : JobCosts{}).synchronisation;
+      },
+      py::arg("ranks_per_host"), py::arg("oversubscribed"),
+      "Seconds of a synchronisation of a host's ranks, where a job has measured nothing.");
   module.def(
       "check_tuning", [](const std::string& text) { Tuning::parse(text); }, py::arg("text"),
       "Raises UsageError with the number of the line that is wrong.");

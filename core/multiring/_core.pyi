@@ -42,6 +42,7 @@ __all__: list[str] = [
     "after_fork",
     "algorithm_letters",
     "algorithm_table",
+    "assumed_synchronisation",
     "before_fork",
     "check_tuning",
     "checksum",
@@ -541,7 +542,7 @@ class CostModel:
 
 class AlgorithmRow:
     """
-    An algorithm of a collective across hosts, and its costs.
+    An algorithm of a collective, and its costs.
     """
     @property
     def excluded(self) -> str: ...
@@ -553,6 +554,8 @@ class AlgorithmRow:
     def is_compared(self) -> bool: ...
     @property
     def name(self) -> str: ...
+    @property
+    def needs(self) -> str: ...
     @property
     def rank_bytes(self) -> int: ...
     @property
@@ -841,7 +844,14 @@ def algorithm_table(
     staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
 ) -> list[AlgorithmRow]:
     """
-    All algorithms of a collective across hosts.
+    All algorithms of a collective across hosts, or of an allreduce within one.
+    """
+
+def assumed_synchronisation(
+    ranks_per_host: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], oversubscribed: bool
+) -> float:
+    """
+    Seconds of a synchronisation of a host's ranks, where a job has measured nothing.
     """
 
 def before_fork() -> None:

@@ -26,7 +26,6 @@ constexpr std::size_t kBroadcastSegmentsOfHost = 8;
 
 Cluster validated(Cluster cluster) {
   cluster.validate();
-  if (cluster.host_count() == 1) throw_usage("algorithms across hosts need several hosts");
   return cluster;
 }
 
@@ -67,14 +66,6 @@ std::size_t section_count(const PlanOptions& options) {
 /// What each rank of an alltoall says first: how many rows it has for each.
 std::size_t splits_bytes(const Cluster& cluster) {
   return static_cast<std::size_t>(cluster.size()) * sizeof(std::uint64_t);
-}
-
-/// The first of those that are as good as the quickest.
-template <class Entries>
-auto& simplest_quick(Entries& entries) {
-  double least = entries.front().seconds;
-  for (const auto& entry : entries) least = std::min(least, entry.seconds);
-  return *std::ranges::find_if(entries, [&](const auto& entry) { return entry.seconds <= least * kAsGood; });
 }
 
 }  // namespace
@@ -286,7 +277,21 @@ AlgorithmTable::Entry AlgorithmTable::choose(const PlanOptions& options) const {
   return std::move(simplest_quick(compared));
 }
 
+std::vector<AlgorithmRow> AlgorithmTable::host_rows(const PlanOptions& options) const {
+  if (options.collective != Collective::kAllreduce)
+    throw_usage(std::string(collective_name(options.collective)) +
+                " has no choice of algorithms on one host");
+  if (!options.mode.empty()) require_fit(options.mode, cluster_);
+  return host_table().rows(options.count * element_bytes(options));
+}
+
 AlgorithmTable::Choice AlgorithmTable::choice(const PlanOptions& options) const {
+  if (cluster_.host_count() == 1) {
+    const std::vector<AlgorithmRow> rows = host_rows(options);
+    return {*std::ranges::find_if(rows,
+                                  [](const AlgorithmRow& row) { return row.is_chosen && row.needs.empty(); }),
+            std::nullopt};
+  }
   Choice found = described(choose(in_its_order(options)));
   found.row.is_compared = found.row.is_chosen = true;
   return found;
@@ -343,6 +348,7 @@ AlgorithmRow AlgorithmTable::other_row(const PlanOptions& options) const {
 }
 
 std::vector<AlgorithmRow> AlgorithmTable::rows(const PlanOptions& wanted) const {
+  if (cluster_.host_count() == 1) return host_rows(wanted);
   const PlanOptions options = in_its_order(wanted);
   if (!has_plans(options.collective) && !options.mode.empty()) Plan(cluster_, options);  // raises
   if (!options.mode.empty()) require_fit(options.mode, cluster_);

@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "base/export.h"
+#include "collective/plan/algorithm_row.h"
 #include "collective/plan/crossing_algorithm.h"
+#include "collective/plan/host_table.h"
 #include "collective/plan/job_costs.h"
 #include "collective/plan/message_load.h"
 #include "collective/plan/round_load.h"
@@ -15,25 +17,12 @@
 
 namespace multiring {
 
-/// An algorithm of a collective across hosts: a row of `multiring plan --explain`.
-struct AlgorithmRow {
-  /// "rounds" (mirrored exchanges), "messages" (from rank to rank), the mode of a plan, or "allreduce:" and a
-  /// mode: the plan of an allreduce, of whose result each rank of a reduce-scatter keeps its block.
-  std::string name;
-  std::string excluded;        ///< why it does not run here; empty: it does
-  std::size_t hops = 0;        ///< messages between hosts, each of which waits for the one before
-  std::size_t rank_bytes = 0;  ///< the most that a rank sends to other hosts, without headers
-  std::size_t segments = 1;    ///< in which a plan passes, one after the other; or how many rounds
-  double seconds = 0.0;        ///< by the cost model, with the exchange of headers that comes before a plan
-  bool is_compared = false;    ///< with the others, to choose
-  bool is_chosen = false;      ///< the simplest of those within 2 % of the lowest time: what a job runs
-};
-
-/// The algorithms of collectives among several hosts, each with its costs: what predicts, and what chooses.
+/// The algorithms of collectives among several hosts, and those of allreduces within one (host_table.h), each
+/// with its costs: what predicts, and what chooses.
 class MULTIRING_API AlgorithmTable {
  public:
-  /// `staging_bytes`: what a rank publishes in a round at most. Raises a usage error for a single host, a
-  /// cluster that is not valid, or no staging memory.
+  /// `staging_bytes`: what a rank publishes in a round at most. Raises a usage error for a cluster that is
+  /// not valid, or no staging memory.
   AlgorithmTable(Cluster cluster, CostModel model, std::size_t staging_bytes);
 
   /// What runs the collective of `options`, which a `mode` restricts. Of values that are rounded between
@@ -61,12 +50,19 @@ class MULTIRING_API AlgorithmTable {
     std::size_t sections = 1;   ///< of what is published a rank takes one
     bool is_from_root = false;  ///< rounds in which one rank publishes
   };
+  /// Of allreduces within the single host.
+  HostTable host_table() const {
+    return {cluster_.size(), cluster_.hosts.front().memory, model_.reduction_bytes_per_second,
+            staging_bytes_};
+  }
+
   /// Of an allreduce of float32.
   Load load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const;
   /// Predicted, at other costs than those of the table.
   double seconds(const Load& load, const JobCosts& costs) const;
 
-  /// All algorithms: rounds, messages or the plans that are compared, then what does not run here.
+  /// All algorithms: rounds, messages or the plans that are compared, then what does not run here. Raises a
+  /// usage error for a single host, unless it is for an allreduce of several ranks.
   std::vector<AlgorithmRow> rows(const PlanOptions& options) const;
 
  private:
@@ -77,6 +73,7 @@ class MULTIRING_API AlgorithmTable {
   };
 
   static PlanOptions in_its_order(PlanOptions options);
+  std::vector<AlgorithmRow> host_rows(const PlanOptions& options) const;
   Entry choose(const PlanOptions& options) const;
   std::vector<Entry> entries(const PlanOptions& options) const;
   std::vector<Entry> plans(const PlanOptions& options) const;

@@ -154,7 +154,6 @@ TEST(AlgorithmTableRows, SayWhyAnAlgorithmDoesNotRun) {
   EXPECT_EQ(row_of(table_of(line, 1000), "1px4r").excluded, "host 3 has no link to host 0");
   EXPECT_EQ(row_of(table_of(line, 1000), "1px4d").excluded, "host 0 has no link to host 2");
   EXPECT_EQ(row_of(table_of(line, 1000), "1px4c").excluded, "");
-  expect_usage([] { table_of({{4}}, 1000); }, "several hosts");
 }
 
 TEST(AlgorithmTableRows, AreChosenByTheModel) {

@@ -23,7 +23,7 @@ _MAX_RANKS = 1 << 12
 _MAX_BYTES = 1 << 45
 
 # Algorithms that are no plan, so the table has all that there is to say.
-_WITHOUT_PLAN = ("rounds", "messages")
+_WITHOUT_PLAN = ("rounds", "messages", "direct", "staged")
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
 
@@ -106,6 +106,9 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="bytes per second that all ranks of a host together read and write [20000000000]",
     )
+    cluster.add_argument(
+        "--oversubscribed", action="store_true", help="the ranks outnumber the cores of the one host"
+    )
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +133,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="M",
         help="ranks within a host x near hosts x far hosts ...; a letter after a number forces an algorithm: "
-        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d; or rounds, or messages [automatic]",
+        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d; or rounds, or messages; on one host "
+        "direct, staged or rounds [automatic]",
     )
     plan.add_argument(
         "--segment",
@@ -173,10 +177,14 @@ def main(args: argparse.Namespace) -> int:
 def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest, native.CostModel]:
     """What the options describe, and the same for the core."""
     interfaces = [native.Interface(rate, args.latency) for rate in _interface_rates(args)]
+    ranks_of_hosts = _ranks_of_hosts(args)
+    if args.oversubscribed and len(ranks_of_hosts) > 1:
+        _refuse("--oversubscribed is for one host; across hosts the network decides")
     cluster = native.Cluster(
-        _ranks_of_hosts(args),
+        ranks_of_hosts,
         interfaces,
         memory_rate=args.memory_rate,
+        memory_latency=native.assumed_synchronisation(ranks_of_hosts, args.oversubscribed),
         round_robin=args.placement == "round-robin",
         host_links=args.host_links,
     )
