@@ -3,6 +3,7 @@
 #include "collective/plan/algorithm_table.h"
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -144,6 +145,40 @@ TEST(AlgorithmTableRows, HopsAreMessagesThatWaitForEachOther) {
   EXPECT_EQ(row_of(rows, "2px8t").hops, 1 + 6);
   EXPECT_EQ(row_of(rows, "2px8c").hops, 1 + 14);
   EXPECT_EQ(row_of(table_of({std::vector<int>(64, 1)}, 1000), "rounds").hops, 3);
+}
+
+// Each message of a ring waits for the one before, so a rank's messages to a neighbour are the hops.
+TEST(AlgorithmTableRows, ARingTakesItsHopsAmongNeighboursOnly) {
+  constexpr std::size_t kCount = 1001;  // one segment
+  for (const Layout& layout : {Layout{{1, 1, 1, 1, 1}, Order::kAny}, Layout{{2, 2, 2, 2}, Order::kAny},
+                               Layout{{1, 1, 1, 1, 1}, Order::kAny, TransportKind::kClusterRing}}) {
+    const auto hosts = static_cast<int>(layout.ranks.size());
+    const int each = layout.ranks.front();
+    const std::vector<AlgorithmRow> rows = table_of(layout, kCount);
+    const std::string mode = std::to_string(each) + "px" + std::to_string(hosts) + "r";
+    // A plan comes after the exchange of headers.
+    const std::size_t hops = row_of(rows, mode).hops - row_of(rows, "rounds").hops;
+    EXPECT_EQ(hops, 2U * static_cast<std::size_t>(hosts - 1));
+    GroupOptions options(layout.transport, layout.cluster().size(), 1 << 20);
+    options.layout = layout.ranks;
+    options.communicator.order = layout.order;
+    options.communicator.tuning = "0- " + mode;
+    RankGroup group(options);
+    group.run([&](Communicator& communicator) {
+      std::vector<float> data(kCount, 1.0F);
+      run(communicator, sum_in_place(data));
+      for (const float sum : data) ASSERT_EQ(sum, static_cast<float>(group.size()));
+    });
+    for (int rank = 0; rank < group.size(); ++rank) {
+      const std::map<int, std::size_t> sent = group.sent(rank).plan_peers.read();
+      EXPECT_FALSE(sent.empty());
+      for (const auto& [peer, messages] : sent) {
+        EXPECT_EQ(messages, hops) << rank << " to " << peer;
+        const int apart = (peer / each - rank / each + hosts) % hosts;
+        EXPECT_TRUE(apart == 1 || apart == hosts - 1) << rank << " to " << peer;
+      }
+    }
+  }
 }
 
 TEST(AlgorithmTableRows, SayWhyAnAlgorithmDoesNotRun) {
