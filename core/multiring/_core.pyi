@@ -42,10 +42,11 @@ __all__: list[str] = [
     "after_fork",
     "algorithm_letters",
     "algorithm_table",
+    "assumed_synchronisation",
     "before_fork",
     "check_tuning",
     "checksum",
-    "choose_plan",
+    "choose_algorithm",
     "collective_names",
     "connect",
     "copy_from_device",
@@ -60,7 +61,6 @@ __all__: list[str] = [
     "own_addresses",
     "pair_addresses",
     "plan_limit",
-    "predict_plan",
     "predict_steps",
 ]
 
@@ -477,8 +477,6 @@ class Plan:
     @property
     def element_bytes(self) -> int: ...
     @property
-    def largest_chunk(self) -> int: ...
-    @property
     def mode(self) -> str: ...
     @property
     def order(self) -> str: ...
@@ -486,10 +484,6 @@ class Plan:
     def partial_bytes(self) -> int: ...
     @property
     def parts_across_hosts(self) -> int: ...
-    @property
-    def segment(self) -> int: ...
-    @property
-    def segments(self) -> int: ...
     @property
     def sizes(self) -> list[int]:
         """
@@ -548,7 +542,7 @@ class CostModel:
 
 class AlgorithmRow:
     """
-    An algorithm of a collective across hosts, and its costs.
+    An algorithm of a collective, and its costs.
     """
     @property
     def excluded(self) -> str: ...
@@ -561,9 +555,13 @@ class AlgorithmRow:
     @property
     def name(self) -> str: ...
     @property
+    def needs(self) -> str: ...
+    @property
     def rank_bytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def segments(self) -> int: ...
 
 class Work:
     """
@@ -846,7 +844,14 @@ def algorithm_table(
     staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
 ) -> list[AlgorithmRow]:
     """
-    All algorithms of a collective across hosts.
+    All algorithms of a collective across hosts, or of an allreduce within one.
+    """
+
+def assumed_synchronisation(
+    ranks_per_host: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], oversubscribed: bool
+) -> float:
+    """
+    Seconds of a synchronisation of a host's ranks, where a job has measured nothing.
     """
 
 def before_fork() -> None:
@@ -868,9 +873,14 @@ def checksum(
     A number that changes with every bit of the memory, at the speed of memory.
     """
 
-def choose_plan(cluster: Cluster, request: PlanRequest, model: CostModel) -> Plan:
+def choose_algorithm(
+    cluster: Cluster,
+    request: PlanRequest,
+    model: CostModel,
+    staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
+) -> tuple[AlgorithmRow, Plan | None]:
     """
-    The plan with the lowest predicted time.
+    The row of the algorithm that a job takes, and its plan; None: it is none.
     """
 
 def collective_names() -> list[str]:
@@ -958,11 +968,6 @@ def pair_addresses(
 def plan_limit(plan: Plan, model: CostModel) -> float:
     """
     Seconds that no plan that treats all hosts alike can go below.
-    """
-
-def predict_plan(plan: Plan, model: CostModel) -> float:
-    """
-    Predicted seconds of a plan.
     """
 
 def predict_steps(plan: Plan, model: CostModel) -> list[float]:

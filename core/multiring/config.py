@@ -251,8 +251,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "mode",
-        "dimensions, such as 4x8 or 4tx8d, or rounds",
-        "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
+        "dimensions, such as 4x8 or 4tx8d, or rounds; on one host direct, staged or rounds",
+        "How allreduces run, and across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
         _line,
     ),
     Variable(

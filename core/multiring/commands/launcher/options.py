@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         metavar="M",
-        help="how allreduces across hosts are divided, as 4x8 or 4tx8d [chosen by their size]",
+        help="how allreduces run: across hosts as 4x8 or 4tx8d, on one direct, staged or rounds "
+        "[chosen by their size]",
     )
     parser.add_argument(
         "--order",
