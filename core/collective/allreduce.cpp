@@ -74,16 +74,16 @@ void reduce_alone(const Operation& operation) {
 }
 
 /// One operation, or several of the same reduction; `descriptor` is that of all together.
-void reduce_together(Exchange& exchange, const OperationCall& call, const Descriptor& descriptor,
+void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor descriptor,
                      std::span<Operation* const> operations) {
   if (const CrossingAlgorithm algorithm = algorithm_of(exchange, descriptor); algorithm.is_plan()) {
-    Descriptor matched = descriptor;
-    matched.key.algorithm = hash_of(algorithm);
-    exchange.match(call, matched);
+    descriptor.key.algorithm = hash_of(algorithm);
+    exchange.match(call, descriptor);
     const PieceList pieces(operations);
     return allreduce_by_plan(exchange, call, operations, pieces, algorithm);
   }
   const HostChoice& choice = exchange.plans().host_choice(exchange.transport());
+  descriptor.key.algorithm = choice.hash();
   StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);
   const bool large = descriptor.bytes >= choice.min_direct;
   const bool want_direct = large && descriptor.input_region != 0 && descriptor.output_region != 0;

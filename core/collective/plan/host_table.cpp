@@ -23,6 +23,12 @@ std::size_t first_size(std::size_t end, const Predicate& is_so) {
 
 }  // namespace
 
+std::uint16_t HostChoice::hash() const {
+  std::uint64_t hash = max_rounds * 0x9E3779B97F4A7C15ULL ^ min_direct * 0xC2B2AE3D27D4EB4FULL;
+  hash ^= hash >> 32U;
+  return static_cast<std::uint16_t>((hash ^ hash >> 16U) | 1U);
+}
+
 HostTable::HostTable(int ranks, HostMemory memory, double rank_bytes_per_second, std::size_t staging_bytes)
     : ranks_(ranks),
       memory_(memory),

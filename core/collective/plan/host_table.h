@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "base/export.h"
@@ -18,6 +19,8 @@ inline constexpr std::size_t kMinSymmetricBytes = 512;
 struct HostChoice {
   std::size_t max_rounds = 0;
   std::size_t min_direct = 0;
+  /// The same on all ranks, or they would read what others have not written.
+  std::uint16_t hash() const;
 };
 
 /// The algorithms of an allreduce among ranks that share memory, each with its costs: what predicts, and what

@@ -124,7 +124,11 @@ void StagedAllreduce::run_whole() {
   for (std::size_t index = 0; index < segments; ++index) {
     reduce_whole(segment(index));
     if (index + 1 == segments) return;
-    exchange_.next(call_, [&] { stage_whole(segment(index + 1)); });
+    exchange_.next(call_, [&] {
+      const Range next = segment(index + 1);
+      await_part(first_, next.end, exchange_, call_);
+      stage_whole(next);
+    });
   }
 }
 

@@ -100,6 +100,26 @@ TEST(HostTable, RanksRunWhatItSays) {
   EXPECT_EQ(synchronisations("", 2 * kStaging), rounds + 2);
 }
 
+// Or a rank would read what another one has not written, or has written elsewhere.
+TEST(HostTable, RanksThatChooseDifferentlyAreTold) {
+  constexpr int kRanks = 2;
+  for (const std::string mode : {"staged", "direct", ""}) {
+    RankGroup group(GroupOptions(TransportKind::kInproc, kRanks, kStaging));
+    const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 1001, kRanks);
+    group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+      Exchange exchange(*transport, "world");
+      const std::string own = transport->rank() == 0 ? "rounds" : mode;
+      if (!own.empty()) exchange.plans().force(parse_algorithm(own), *transport);
+      Bytes data = problem.input(transport->rank());
+      Operation operation = reduction_of(problem, data.data(), data.data());
+      error_of(
+          ErrorKind::kMismatch,
+          [&] { allreduce(exchange, OperationCall{operation.descriptor, {}}, operation); },
+          "by different algorithms", "MULTIRING_MODE");
+    });
+  }
+}
+
 TEST(HostTable, IsForAllreducesOfOneHost) {
   for (const std::string mode : {"direct", "staged"}) {
     GroupOptions options(TransportKind::kCluster, 4, kStaging);
