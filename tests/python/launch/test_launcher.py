@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from multiring.commands.launcher import binding, foreign_variables, rank_starter
+from multiring.commands.launcher.devices import device_environments
 from multiring.commands.launcher.report import RankEnd, blame, failure_report
 from multiring.errors import UsageError
 from tests.support import REPOSITORY, Job, executable, run_job, run_multiring, start_job
@@ -230,6 +231,33 @@ def test_shares_are_equal_contiguous_and_apart() -> None:
     assert binding.shares([0, 1], 3, None) is None, "they outnumber processors"
     with pytest.raises(UsageError, match="--bind none"):
         binding.shares([0, 1], 3, "core")
+
+
+def test_each_rank_sees_one_device(tmp_path: Path) -> None:
+    def given(devices: str | None, ranks: int, **environ: str) -> list[dict[str, str]]:
+        return device_environments(devices, ranks, environ, tmp_path)
+
+    assert given(None, 2) == [{}, {}]
+    assert given("0,2", 2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "2"}]
+    assert given("GPU-1, GPU-1", 2, CUDA_VISIBLE_DEVICES="3") == [{"CUDA_VISIBLE_DEVICES": "GPU-1"}] * 2
+    (tmp_path / "kfd").touch()
+    (tmp_path / "dri").mkdir()
+    (tmp_path / "dri" / "renderD128").touch()
+    assert given("auto", 1) == [{"HIP_VISIBLE_DEVICES": "0"}]
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert given("auto", 2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert given("auto", 1, CUDA_VISIBLE_DEVICES="5,7") == [{"CUDA_VISIBLE_DEVICES": "5"}]
+    for devices, environ in (("auto", {}), ("auto", {"CUDA_VISIBLE_DEVICES": ""}), ("0", {}), (",", {})):
+        with pytest.raises(UsageError, match=r"3 ranks on this host and \d devices?.*--devices 0,0,1"):
+            given(devices, 3, **environ)
+
+
+def test_devices_reach_the_ranks() -> None:
+    found = shown(2, launcher_args=["--devices", "4,6"])
+    assert [one["environ"]["CUDA_VISIBLE_DEVICES"] for one in found] == ["4", "6"]
+    told = run_multiring("run", "-np", "3", "--devices", "4,6", "true", code=2).stderr
+    assert "3 ranks on this host and 2 devices (--devices 4,6)" in told
 
 
 def test_thread_counts_share_the_cores_unless_the_user_has_set_them() -> None:

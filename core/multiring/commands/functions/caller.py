@@ -32,6 +32,7 @@ class LauncherKeywords(TypedDict, total=False):
     output_dir: str | os.PathLike[str] | None
     tag_output: bool | None
     bind: str | None
+    devices: str | None
 
 
 class LaunchKeywords(LauncherKeywords, total=False):
@@ -70,7 +71,8 @@ def run(
         options: `output_dir`: where to write each rank's output as well, as rank.K.stdout and rank.K.stderr;
             `tag_output`: whether lines begin with "[rank]" (where there are several ranks); `bind`: "core"
             gives each rank an equal share of the processors, "none" leaves that to the kernel ("core" if
-            there is a processor for each rank).
+            there is a processor for each rank); `devices`: the GPU that each rank sees, "auto" or as "0,1"
+            (all see all).
 
     Returns:
         What `fn` has returned on each rank; None of a rank on which it has called `sys.exit(0)`.
@@ -111,7 +113,8 @@ def launch(
         fn: What each rank calls, in a new process.
         args: Its arguments.
         np: Number of ranks.
-        options: Those of `multiring.run`: `kwargs`, `env`, `timeout`, `output_dir`, `tag_output`, `bind`.
+        options: Those of `multiring.run`: `kwargs`, `env`, `timeout`, `output_dir`, `tag_output`, `bind`,
+            `devices`.
 
     Returns:
         What `fn` has returned on each rank, in their order.
@@ -153,6 +156,7 @@ def _settings(
         "output_dir": None if directory is None else Path(directory),
         "tag_output": options.get("tag_output"),
         "bind": options.get("bind"),
+        "devices": options.get("devices"),
     }
 
 

@@ -114,6 +114,7 @@ def _start(
         "program": list(options.program),
         "module": options.module,
         "bind": options.bind,
+        "devices": options.devices,
         "directory": current_directory(),
         "output_dir": None if options.output_dir is None else str(options.output_dir.absolute()),
         "tag_output": options.tag_output,

@@ -99,6 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: core if there is a processor for each rank)",
     )
     parser.add_argument(
+        "--devices",
+        metavar="LIST",
+        help="GPU that each rank of a host sees, as its first and only one: auto, or as 0,1,3; 0,0 lets two "
+        "share one [all ranks see all]",
+    )
+    parser.add_argument(
         "--timeout",
         type=wall_seconds,
         metavar="S",
@@ -194,6 +200,7 @@ def main(args: argparse.Namespace) -> int:
         program=program,
         module=module,
         bind=args.bind,
+        devices=args.devices,
         timeout=args.timeout,
         output_dir=args.output_dir,
         tag_output=args.tag_output,
