@@ -12,6 +12,7 @@ import pytest
 
 import multiring
 from multiring import Communicator, UsageError
+from tests.gpu import fake_arrays
 from tests.gpu.devices import KINDS, library
 from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits
@@ -19,7 +20,7 @@ from tests.python.collectives.oracle import Reduction, random_bits
 from tests.python.collectives.registry import COLLECTIVES
 from tests.python.collectives.test_array_kinds import check_collective, check_sent
 
-LIBRARIES = pytest.mark.parametrize("name", ["cupy", "torch"])
+LIBRARIES = pytest.mark.parametrize("name", ["cupy", "fake", "torch"])
 
 
 @on_ranks(1, 2, 3)
@@ -35,11 +36,12 @@ def test_kind(comm: Communicator, name: str) -> None:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("name", ["cupy", "torch cuda"])
+@pytest.mark.parametrize("name", ["cupy", "fake", "torch cuda"])
 def test_counts(comm: Communicator, name: str) -> None:
     """Of no element, one, numbers that nothing divides, and more than staging memory holds."""
     kind = KINDS[name]
-    counts = (0, 1, 7, 1023, 65537, 300_001, 20_000_003)
+    large = 2_500_003 if name == "fake" else 20_000_003
+    counts = (0, 1, 7, 1023, 65537, 300_001, large)
     for count, dtype in itertools.product(counts, ("float32", "float16", "int8")):
         inputs = [random_bits(rank, (count,), dtype) for rank in range(comm.size)]
         wanted = Reduction("sum").apply(inputs, dtype)
@@ -166,6 +168,17 @@ def test_capture_cupy(comm: Communicator) -> None:
         stream.end_capture()
     assert not comm.is_broken
     assert comm.allreduce(x).tolist() == [2.0] * 8
+
+
+@on_ranks(2)
+def test_capture_fake(comm: Communicator) -> None:
+    x = fake_arrays.full(8, 1)
+    with fake_arrays.stream() as stream:
+        fake_arrays.driver().fake_cuda_capture(stream, 1)
+        with pytest.raises(UsageError, match="device 0 is being captured into a graph"):
+            comm.allreduce(x, out=x)
+    assert not comm.is_broken
+    assert comm.allreduce(x).get().tolist() == [2.0] * 8
 
 
 @on_ranks(2)

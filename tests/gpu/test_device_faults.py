@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.gpu import stand_in
 from tests.support import run_job
 
 SCRIPT = """
 import os, signal, sys, time
 import numpy as np
 import multiring
-import {library}
+{library}
 
 comm = multiring.init()
 x = {make}
@@ -30,14 +31,17 @@ while True:
         sys.exit(3)
 """
 MAKE = {
-    "cupy": "cupy.ones(1 << 22, 'float32')",
-    "torch": "torch.ones(1 << 22, device='cuda')",
+    "cupy": ("import cupy", "cupy.ones(1 << 22, 'float32')"),
+    "fake": ("from tests.gpu import fake_arrays", "fake_arrays.full(1 << 22, 1)"),
+    "torch": ("import torch", "torch.ones(1 << 22, device='cuda')"),
 }
 
 
 @pytest.mark.parametrize("library", MAKE)
 def test_a_killed_rank(library: str) -> None:
-    ended = run_job(3, SCRIPT.format(library=library, make=MAKE[library]), code=None)
+    imported, make = MAKE[library]
+    env = stand_in.environment() if library == "fake" else {}
+    ended = run_job(3, SCRIPT.format(library=imported, make=make), code=None, env=env)
     assert ended.returncode != 0
     told = [line.split("TOLD ")[1].split() for line in ended.stdout.splitlines() if "TOLD" in line]
     assert sorted(words[0] for words in told) == ["0", "2"], ended.stdout + ended.stderr
