@@ -1,12 +1,12 @@
 """What no GPU does when it is asked to, so that the stand-in for the driver has to: failures of calls and of
-kernels, several devices, kinds of memory."""
+kernels, several devices, kinds of memory, work that is done in every order."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from multiring import Communicator, MultiringError
+from multiring import Communicator, InternalError, MultiringError, _core
 from tests.gpu import fake_arrays, stand_in
 from tests.on_ranks import on_ranks
 from tests.support import run_job
@@ -108,3 +108,68 @@ def test_fake_memory_of_another_process(comm: Communicator) -> None:
     comm.barrier()
     assert (x.get() == 10).all()
     comm.barrier()
+
+
+def _steps(comm: Communicator, value: float) -> None:
+    """Kernels, collectives and kernels on two streams, with nothing between them but what a program gives."""
+    with fake_arrays.stream():
+        x = fake_arrays.full(3000, 0)
+        x += value + comm.rank
+        work = comm.allreduce_async(x, out=x)
+        with fake_arrays.stream():
+            y = fake_arrays.full(300, value)
+            y *= 2
+            gathered = comm.allgather(y)
+            z = gathered * 3
+            assert (z.get() == 6 * value).all()
+        work.wait()
+        x += 1
+        assert (x.get() == 2 * value + 2).all()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("progress", ["late", "seeded", "threads"])
+def test_fake_orders(comm: Communicator, progress: str) -> None:
+    """Whatever streams do first, of what the program leaves open."""
+    try:
+        for seed in range(20):
+            fake_arrays.configure(f"progress={progress} seed={seed + 100 * comm.rank}")
+            _steps(comm, seed)
+    finally:
+        fake_arrays.configure("progress=late")
+
+
+def _there_and_back(seed: int) -> bool:
+    """What the adapters call for gradients that the host works on."""
+    fake_arrays.configure(f"progress=seeded seed={seed}")
+    with fake_arrays.stream() as stream:
+        x = fake_arrays.full(1000, 0)
+        x += 7
+        found = _core.copy_from_device(x.address, 4000, 0, stream).view(np.float32)
+        x += 1  # still to come when the array is written
+        _core.copy_to_device(x.address, (found * 2).view(np.uint8), 0, stream)
+        x += 1
+        return bool((found == 7).all() and (x.get() == 15).all())
+
+
+def _is_noticed(ignored: str, seed: int) -> bool:
+    fake_arrays.configure(f"recover ignore={ignored}")
+    try:
+        return not _there_and_back(seed)
+    except InternalError:  # the array was freed when a copy was still to come
+        return True
+
+
+@on_ranks(1)
+def test_fake_copies_need_every_wait_and_every_event(comm: Communicator) -> None:
+    orderings = fake_arrays.driver().fake_cuda_orderings
+    try:
+        before = [orderings(kind) for kind in (0, 1)]
+        assert _there_and_back(0)
+        counted = [orderings(kind) - before[kind] for kind in (0, 1)]
+        assert min(counted) > 1
+        for kind, name in enumerate(("wait", "record")):
+            for number in range(counted[kind]):
+                assert any(_is_noticed(f"{name}:{number}", seed) for seed in range(100)), f"{name} {number}"
+    finally:
+        fake_arrays.configure("recover progress=late ignore=wait:-1 ignore=record:-1")
