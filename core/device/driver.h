@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/export.h"
+#include "device/shared_library.h"
 
 namespace multiring {
 
@@ -54,12 +55,16 @@ inline std::string on(const char* function, int device) {
   return std::string(function) + " on device " + std::to_string(device);
 }
 
+/// Whose names the functions of a library have: HIP's take the same arguments and give the same results.
+enum class Api { kCuda, kHip };
+
 /// The functions that are used, by the names of their entries in the library.
 struct MULTIRING_API Driver {
   Result (*init)(unsigned flags);
   Result (*driver_version)(int* version);
   Result (*error_name)(Result error, const char** name);
   Result (*error_string)(Result error, const char** text);
+  Result (*device_count)(int* count);
   Result (*device_get)(Device* device, int ordinal);
   Result (*primary_context_retain)(Context* context, Device device);
   Result (*context_push)(Context context);
@@ -85,9 +90,13 @@ struct MULTIRING_API Driver {
   static const Driver* find(std::string* why);
   /// Fills the table from a library (of this name if the process has it, else of the system's).
   static bool load(const char* library, Driver* driver, std::string* why);
+  /// Fills the table and initialises the driver. Why it cannot be used; empty: it can.
+  std::string load(const SharedLibrary& library, Api api = Api::kCuda);
 
   /// Raises a DeviceError unless `result` is kSuccess. `what`: "cuEventRecord on device 0".
   void check(Result result, const std::string& what) const;
+  /// "13.0", or "of unknown version".
+  std::string version() const;
   /// "CUDA_ERROR_OUT_OF_MEMORY (2: out of memory), driver 13.0"
   std::string describe(Result error) const;
 };

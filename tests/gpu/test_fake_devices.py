@@ -9,7 +9,7 @@ import pytest
 from multiring import Communicator, InternalError, MultiringError, _core
 from tests.gpu import fake_arrays, stand_in
 from tests.on_ranks import on_ranks
-from tests.support import run_job
+from tests.support import run_job, run_multiring
 
 
 @on_ranks(3)
@@ -76,6 +76,13 @@ def test_a_driver_that_fails_from_the_start(options: str, kind: str, texts: list
     assert ended.stdout.count(f"{kind}: ") >= 1, ended.stdout + ended.stderr
     for text in texts:
         assert text in ended.stdout
+
+
+@pytest.mark.parametrize("command", ["env", "doctor"], ids=["fake in env", "fake in doctor"])
+def test_the_driver_is_shown(command: str) -> None:
+    shown = run_multiring(command, env=stand_in.environment(), code=0).stdout
+    devices = {"env": "13.0, 2 devices, loaded by the process: ", "doctor": "2 devices, CUDA driver 13.0"}
+    assert devices[command] in shown
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""`multiring env`: versions, machine, recognised launcher, and every setting with its source."""
+"""`multiring env`: versions, machine, libraries for devices, launcher, and every setting with its source."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiring import config, machine
+from multiring.commands import device_libraries
 from multiring.commands.frameworks import FRAMEWORKS
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
@@ -43,6 +44,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "versions": versions(),
         "machine": _machine(),
+        "devices": _devices(),
         "launcher": _launcher(environ),
         "settings": [
             {
@@ -94,6 +96,13 @@ def _machine() -> dict[str, Any]:
     }
 
 
+def _devices() -> dict[str, str]:
+    try:
+        return {name: device_libraries.shown(each) for name, each in device_libraries.find().items()}
+    except ImportError as error:
+        return {"libraries": f"not looked for: {error}"}
+
+
 def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         placement = launch_environment.detect(environ)
@@ -112,7 +121,7 @@ def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _as_text(found: Mapping[str, Any]) -> str:
     lines: list[str] = []
-    for heading in ("versions", "machine", "launcher"):
+    for heading in ("versions", "machine", "devices", "launcher"):
         rows = [(name, _shown(name, value)) for name, value in found[heading].items()]
         lines += ["", heading, *_table(rows)]
     rows_of_settings = [(row["name"], row["value"] or "-", row["source"]) for row in found["settings"]]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from multiring import config, machine
+from multiring.commands import device_libraries
 from multiring.commands import env as environment
 from multiring.commands.doctor import checks, doctor
 from multiring.commands.doctor.checks import Finding, Status
@@ -51,6 +54,80 @@ def test_doctor_finds_this_machine_fit() -> None:
         assert name in result.stdout
     assert "2 ranks agree on a sum" in result.stdout
     assert "This machine can run a job" in result.stdout
+
+
+def libraries(*found: tuple[str, str, str, int]) -> dict[str, SimpleNamespace]:
+    """Of name, version (empty: it is missing), reason and devices."""
+    return {
+        name: SimpleNamespace(
+            path=version and "/lib/x", version=version, why=why, devices=devices, origin="here"
+        )
+        for name, version, why, devices in found
+    }
+
+
+def test_libraries_for_devices_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    missing = libraries(("CUDA driver", "", "libcuda.so.1: no such file", -1), ("NCCL", "", "none", -1))
+    there = libraries(("CUDA driver", "13.0", "", 2), ("NCCL", "2.27.3", "", -1))
+    shown = {}
+    for name, found in (("missing", missing), ("there", there)):
+        monkeypatch.setattr(device_libraries, "find", lambda found=found: found)
+        for files in ((), (tmp_path,)):
+            monkeypatch.setattr(checks, "_DEVICE_FILES", (str(files[0]) if files else "/none", "/none"))
+            shown[name, len(files)] = checks.devices()
+        assert (
+            environment.collect({})["devices"]["CUDA driver"]
+            == {
+                "missing": "none: libcuda.so.1: no such file",
+                "there": "13.0, 2 devices, here: /lib/x",
+            }[name]
+        )
+    for files in (0, 1):
+        assert shown["there", files] == Finding(Status.OK, "2 devices, CUDA driver 13.0; NCCL 2.27.3")
+    assert shown["missing", 0] == Finding(Status.OK, "none: arrays lie in host memory")
+    assert shown["missing", 1].status is Status.WARNING
+    assert "libcuda.so.1: no such file" in shown["missing", 1].detail
+
+
+def test_reasons_of_the_loader_are_short() -> None:
+    missing = ": cannot open shared object file: No such file or directory"
+    why = f"/x/liba.so.2: version 1.0 has no function f; liba.so.2{missing}; liba.so.1{missing}"
+    shown = device_libraries.shown(libraries(("A", "", why, -1))["A"])
+    assert shown == "none: /x/liba.so.2: version 1.0 has no function f; no file liba.so.2, liba.so.1"
+
+
+def nccl_in(site: Path, without: str = "") -> Path:
+    """A folder with a wheel of NCCL, which lacks a function, or none."""
+    names = "GetErrorString GetUniqueId CommInitRankConfig CommSplit CommFinalize CommDestroy CommAbort Send "
+    names += "CommGetAsyncError GroupStart GroupEnd AllReduce ReduceScatter AllGather Broadcast Reduce Recv"
+    code = [f"int nccl{name}() {{ return 0; }}" for name in names.split() if name != without]
+    source = site / "nccl.c"
+    library = site / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    source.write_text("int ncclGetVersion(int* v) { *v = 22703; return 0; }\n" + "\n".join(code))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return site
+
+
+def test_the_first_library_that_has_every_function_is_taken(tmp_path: Path) -> None:
+    sites = [nccl_in(tmp_path / "old", "CommSplit"), nccl_in(tmp_path / "new"), tmp_path / "none"]
+    code = "import sys; from multiring import _core; found = _core.find_device_libraries(sys.argv[1:])[1]\n"
+    code += "print(found.name, found.version, found.origin, found.path, found.why, sep='|')"
+
+    def found(*sites: Path) -> list[str]:
+        command = [sys.executable, "-c", code, *map(str, sites)]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return shown.strip().split("|")
+
+    library = "nvidia/nccl/lib/libnccl.so.2"
+    assert found(*sites) == ["NCCL", "2.27.3", "of a wheel", str(sites[1] / library), ""]
+    _, version, origin, _, why = found(sites[0], sites[2])
+    assert origin != "of a wheel"
+    if version:  # this system has NCCL
+        return
+    lacks = f"{sites[0] / library}: version 2.27.3 has no function ncclCommSplit: a newer one is needed"
+    missing = [f"{sites[2] / library}: cannot open shared object file", "libnccl.so.2: cannot open"]
+    assert [each in part for each, part in zip([lacks, *missing], why.split("; "), strict=True)] == [True] * 3
 
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, *found: Finding | Exception) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from multiring import config, machine
+from multiring.commands import device_libraries
 from multiring.commands.launcher.process import signal_name
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
@@ -29,6 +30,8 @@ _GOOD_MEMORY = 1 << 30
 _MIN_TEMPORARY_BYTES = 1 << 20
 _LONGEST_SOCKET_PATH = 107
 _SELF_TEST_SECONDS = 60.0
+# How the kernel shows that a machine, or a container, has GPUs.
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
 
 class Status(Enum):
@@ -202,6 +205,24 @@ def threads(environ: Mapping[str, str] = os.environ) -> Finding:
     return Finding(Status.OK, f"OMP_NUM_THREADS={text}" if text else "chosen by `multiring run`")
 
 
+def devices() -> Finding:
+    """Which libraries for arrays on GPUs there are; jobs on the host need none."""
+    found = device_libraries.find()
+    driver, nccl = found["CUDA driver"], found["NCCL"]
+    if driver.path:
+        second = f"NCCL {nccl.version}" if nccl.path else "no NCCL, which nothing needs"
+        count = f"{driver.devices} device{'s' * (driver.devices != 1)}"
+        return Finding(Status.OK, f"{count}, CUDA driver {driver.version}; {second}")
+    if not any(map(os.path.exists, _DEVICE_FILES)):
+        return Finding(Status.OK, "none: arrays lie in host memory")
+    if os.path.exists(_DEVICE_FILES[0]):
+        fix = "see whether nvidia-smi works; a container needs the driver of its host (docker run --gpus all)"
+        return Finding(Status.WARNING, f"there are GPUs and no CUDA driver: {driver.why}", fix)
+    return Finding(
+        Status.WARNING, "there are GPUs of AMD", "copy arrays to the host: those of CUDA are taken"
+    )
+
+
 def settings(environ: Mapping[str, str] = os.environ) -> Finding:
     """Whether every variable of multiring is known and has a value that is accepted."""
     try:
@@ -261,6 +282,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "process descriptors": process_descriptors,
     "open files": open_files,
     "threads": threads,
+    "devices": devices,
     "settings": settings,
     "launcher": launcher,
     "self-test": self_test,
