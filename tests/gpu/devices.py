@@ -86,6 +86,10 @@ def _fake_strided(bits: Bits, _: str) -> Any:
     return fake_arrays.array(np.repeat(bits, 3, -1))[..., 1::3]
 
 
+def _fake_by_dlpack(bits: Bits, _: str) -> Any:
+    return fake_arrays.DlpackArray(fake_arrays.array(bits))
+
+
 def _cupy_array(bits: Bits, _: str) -> Any:
     return importlib.import_module("cupy").array(bits)
 
@@ -118,6 +122,7 @@ KINDS = {
         ArrayKind("cupy strided", _cupy_strided, _NUMPY_DTYPES, "cupy.ndarray"),
         ArrayKind("fake", lambda bits, _: fake_arrays.array(bits), _NUMPY_DTYPES, "fake_arrays.Array"),
         ArrayKind("fake strided", _fake_strided, _NUMPY_DTYPES, "fake_arrays.Array"),
+        ArrayKind("fake by DLPack", _fake_by_dlpack, _NUMPY_DTYPES, "fake_arrays.Array"),
         ArrayKind("torch cuda", _cuda_tensor, DTYPES, "torch.Tensor"),
         ArrayKind("torch cuda strided", _strided_cuda_tensor, DTYPES, "torch.Tensor"),
         ArrayKind("torch pinned", _pinned_tensor, DTYPES, "torch.Tensor"),

@@ -43,6 +43,7 @@ def driver() -> Any:
         ("write", None, [address, address, ctypes.c_void_p, size]),
         ("copy", None, [address, address, extents, address, extents, extents, ctypes.c_int, size]),
         ("scale", None, [address, address, address, size, floating, floating]),
+        ("order", None, [address, address]),
         ("busy", None, [address, ctypes.c_double]),
         ("fail", None, [address, ctypes.c_int]),
         ("read", ctypes.c_int, [address, ctypes.c_void_p, address, size]),
@@ -252,6 +253,27 @@ def fail(result: int) -> None:
     driver().fake_cuda_fail(_current.stream, result)
 
 
+class DlpackArray(Array):
+    """The same memory, which its library gives by DLPack only."""
+
+    __module__ = "fake_arrays"
+
+    def __init__(self, x: Array) -> None:
+        super().__init__(x._layout, x._owner)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise AttributeError("not of this kind")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA, getattr(self._owner, "device", 0)
+
+    def __dlpack__(self, *, stream: int) -> object:
+        """Work that `stream` is given from now on comes after that of the current stream."""
+        driver().fake_cuda_order(_current.stream, stream)
+        return _export(self)
+
+
 class _DlTensor(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_size_t),
@@ -265,6 +287,41 @@ class _DlTensor(ctypes.Structure):
         ("strides", ctypes.c_void_p),
         ("offset", ctypes.c_uint64),
     )
+
+
+class _DlManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", _DlTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_CUDA = 2
+_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
+
+
+_exported: dict[int, tuple[object, ...]] = {}  # what lives as long as a capsule, by its address
+
+
+def _export(x: DlpackArray) -> object:
+    dims = len(x.shape)
+    shape = (ctypes.c_int64 * dims)(*x.shape)
+    strides = (ctypes.c_int64 * dims)(*(stride // x.dtype.itemsize for stride in x._layout.strides))
+    managed = _DlManagedTensor()
+    tensor = managed.tensor
+    tensor.data, tensor.device_type, tensor.device = x.address, *x.__dlpack_device__()
+    tensor.dims, tensor.lanes = dims, 1
+    tensor.code, tensor.bits = _CODES[x.dtype.kind], 8 * x.dtype.itemsize
+    tensor.shape, tensor.strides = shape, ctypes.addressof(strides)
+    address = ctypes.addressof(managed)
+    _exported[address] = managed, shape, strides, x
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return make(address, b"dltensor", ctypes.cast(_forget, ctypes.c_void_p))
+
+
+@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+def _forget(capsule: int) -> None:
+    pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    address = pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dltensor")
+    _exported.pop(address)
 
 
 def from_dlpack(result: Any) -> Array:

@@ -25,7 +25,8 @@ def why_not() -> str | None:
 
 def environment(options: str = "") -> dict[str, str]:
     """Variables of a process that has it loaded; `options` as for FakeMachine::configure."""
-    return {"LD_PRELOAD": str(library()), "FAKE_CUDA": options, "PYTHONPATH": str(REPOSITORY)}
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    return {"LD_PRELOAD": str(library()), "FAKE_CUDA": options, "PYTHONPATH": path}
 
 
 @functools.cache

@@ -126,7 +126,7 @@ def _steps(comm: Communicator, value: float) -> None:
         with fake_arrays.stream():
             y = fake_arrays.full(300, value)
             y *= 2
-            gathered = comm.allgather(y)
+            gathered = comm.allgather(fake_arrays.DlpackArray(y) if value % 2 else y)
             z = gathered * 3
             assert (z.get() == 6 * value).all()
         work.wait()

@@ -120,6 +120,12 @@ FAKE_CUDA void fake_cuda_scale(std::uintptr_t stream, std::uintptr_t to, std::ui
          }});
 }
 
+/// What `after` is given from now on waits for what `before` has.
+FAKE_CUDA void fake_cuda_order(std::uintptr_t before, std::uintptr_t after) {
+  const Lock lock(machine().mutex());
+  launch(after, {.waits_for = machine().end_of(*machine().find_stream(before, 0))});
+}
+
 /// A kernel that runs so long; negative: it never ends.
 FAKE_CUDA void fake_cuda_busy(std::uintptr_t stream, double seconds) {
   const Lock lock(machine().mutex());
