@@ -25,8 +25,12 @@ def why_not() -> str | None:
 
 def environment(options: str = "") -> dict[str, str]:
     """Variables of a process that has it loaded; `options` as for FakeMachine::configure."""
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    return {"LD_PRELOAD": str(library()), "FAKE_CUDA": options, "PYTHONPATH": path}
+    return {"LD_PRELOAD": str(library()), "FAKE_CUDA": options, "PYTHONPATH": python_path()}
+
+
+def python_path() -> str:
+    """A PYTHONPATH with which scripts can import what tests have, besides what they can without."""
+    return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
 
 
 @functools.cache

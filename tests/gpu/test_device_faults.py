@@ -8,9 +8,10 @@ from tests.gpu import stand_in
 from tests.support import run_job
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys
 import numpy as np
 import multiring
+from tests.support import Stopwatch
 {library}
 
 comm = multiring.init()
@@ -20,14 +21,14 @@ if comm.rank == 1:
     threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 comm.allreduce(x, out=x)
 while True:
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     try:
         works = [comm.allreduce_async(x, "average") for _ in range(3)]
         comm.allreduce(x, "average", out=x)
         for work in works:
             work.wait()
     except multiring.PeerLostError as error:
-        print("TOLD", comm.rank, error.peer, round(time.monotonic() - began, 1), flush=True)
+        print("TOLD", comm.rank, error.peer, round(stopwatch.seconds(), 1), flush=True)
         sys.exit(3)
 """
 MAKE = {
@@ -40,7 +41,7 @@ MAKE = {
 @pytest.mark.parametrize("library", MAKE)
 def test_a_killed_rank(library: str) -> None:
     imported, make = MAKE[library]
-    env = stand_in.environment() if library == "fake" else {}
+    env = stand_in.environment() if library == "fake" else {"PYTHONPATH": stand_in.python_path()}
     ended = run_job(3, SCRIPT.format(library=imported, make=make), code=None, env=env)
     assert ended.returncode != 0
     told = [line.split("TOLD ")[1].split() for line in ended.stdout.splitlines() if "TOLD" in line]
