@@ -9,38 +9,36 @@ namespace {
 constexpr const char* kLibrary = "libcuda.so.1";
 
 /// The first function of the table that the library lacks; empty: none.
-std::string fill(const SharedLibrary& library, Api api, Driver* driver) {
+std::string fill(const SharedLibrary& library, Driver* driver) {
   std::string missing;
-  const auto find = [&]<class Function>(const char* cuda, const char* hip, Function* function) {
-    const char* const name = api == Api::kCuda ? cuda : hip;
+  const auto find = [&]<class Function>(const char* name, Function* function) {
     *function = reinterpret_cast<Function>(library.find(name));
     if (*function == nullptr && missing.empty()) missing = name;
   };
-  find("cuInit", "hipInit", &driver->init);
-  find("cuDriverGetVersion", "hipDriverGetVersion", &driver->driver_version);
-  find("cuGetErrorName", "hipDrvGetErrorName", &driver->error_name);
-  find("cuGetErrorString", "hipDrvGetErrorString", &driver->error_string);
-  find("cuDeviceGetCount", "hipGetDeviceCount", &driver->device_count);
-  find("cuDeviceGet", "hipDeviceGet", &driver->device_get);
-  find("cuDevicePrimaryCtxRetain", "hipDevicePrimaryCtxRetain", &driver->primary_context_retain);
-  find("cuCtxPushCurrent_v2", "hipCtxPushCurrent", &driver->context_push);
-  find("cuCtxPopCurrent_v2", "hipCtxPopCurrent", &driver->context_pop);
-  find("cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode",
-       &driver->exchange_capture_mode);
-  find("cuPointerGetAttributes", "hipDrvPointerGetAttributes", &driver->pointer_attributes);
-  find("cuStreamCreate", "hipStreamCreateWithFlags", &driver->stream_create);
-  find("cuStreamWaitEvent", "hipStreamWaitEvent", &driver->stream_wait_event);
-  find("cuStreamIsCapturing", "hipStreamIsCapturing", &driver->stream_is_capturing);
-  find("cuEventCreate", "hipEventCreateWithFlags", &driver->event_create);
-  find("cuEventRecord", "hipEventRecord", &driver->event_record);
-  find("cuEventQuery", "hipEventQuery", &driver->event_query);
-  find("cuEventSynchronize", "hipEventSynchronize", &driver->event_synchronize);
-  find("cuMemHostAlloc", "hipHostMalloc", &driver->host_alloc);
-  find("cuMemFreeHost", "hipHostFree", &driver->host_free);
-  find("cuMemAlloc_v2", "hipMalloc", &driver->memory_alloc);
-  find("cuMemFree_v2", "hipFree", &driver->memory_free);
-  find("cuMemcpyDtoHAsync_v2", "hipMemcpyDtoHAsync", &driver->copy_to_host);
-  find("cuMemcpyHtoDAsync_v2", "hipMemcpyHtoDAsync", &driver->copy_to_device);
+  find("cuInit", &driver->init);
+  find("cuDriverGetVersion", &driver->driver_version);
+  find("cuGetErrorName", &driver->error_name);
+  find("cuGetErrorString", &driver->error_string);
+  find("cuDeviceGetCount", &driver->device_count);
+  find("cuDeviceGet", &driver->device_get);
+  find("cuDevicePrimaryCtxRetain", &driver->primary_context_retain);
+  find("cuCtxPushCurrent_v2", &driver->context_push);
+  find("cuCtxPopCurrent_v2", &driver->context_pop);
+  find("cuThreadExchangeStreamCaptureMode", &driver->exchange_capture_mode);
+  find("cuPointerGetAttributes", &driver->pointer_attributes);
+  find("cuStreamCreate", &driver->stream_create);
+  find("cuStreamWaitEvent", &driver->stream_wait_event);
+  find("cuStreamIsCapturing", &driver->stream_is_capturing);
+  find("cuEventCreate", &driver->event_create);
+  find("cuEventRecord", &driver->event_record);
+  find("cuEventQuery", &driver->event_query);
+  find("cuEventSynchronize", &driver->event_synchronize);
+  find("cuMemHostAlloc", &driver->host_alloc);
+  find("cuMemFreeHost", &driver->host_free);
+  find("cuMemAlloc_v2", &driver->memory_alloc);
+  find("cuMemFree_v2", &driver->memory_free);
+  find("cuMemcpyDtoHAsync_v2", &driver->copy_to_host);
+  find("cuMemcpyHtoDAsync_v2", &driver->copy_to_device);
   return missing;
 }
 
@@ -54,15 +52,14 @@ const char* advice(Result error) {
 
 }  // namespace
 
-std::string Driver::load(const SharedLibrary& library, Api api) {
+std::string Driver::load(const SharedLibrary& library) {
   *this = {};
-  const std::string missing = fill(library, api, this);
+  const std::string missing = fill(library, this);
   if (!missing.empty())
     return "driver " + version() + " has no function " + missing + ": a newer driver is needed";
+  library.keep();
   const Result result = init(0);
-  return result == kSuccess
-             ? ""
-             : std::string(api == Api::kCuda ? "cuInit" : "hipInit") + " failed: " + describe(result);
+  return result == kSuccess ? "" : "cuInit failed: " + describe(result);
 }
 
 bool Driver::load(const char* library, Driver* driver, std::string* why) {
@@ -86,9 +83,6 @@ const Driver* Driver::find(std::string* why) {
 std::string Driver::version() const {
   int number = 0;
   if (driver_version == nullptr || driver_version(&number) != kSuccess) return "of unknown version";
-  constexpr int kHipMajor = 10'000'000;
-  if (number >= kHipMajor)
-    return std::to_string(number / kHipMajor) + "." + std::to_string(number % kHipMajor / 100'000);
   return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
 }
 

@@ -55,9 +55,6 @@ inline std::string on(const char* function, int device) {
   return std::string(function) + " on device " + std::to_string(device);
 }
 
-/// Whose names the functions of a library have: HIP's take the same arguments and give the same results.
-enum class Api { kCuda, kHip };
-
 /// The functions that are used, by the names of their entries in the library.
 struct MULTIRING_API Driver {
   Result (*init)(unsigned flags);
@@ -91,7 +88,7 @@ struct MULTIRING_API Driver {
   /// Fills the table from a library (of this name if the process has it, else of the system's).
   static bool load(const char* library, Driver* driver, std::string* why);
   /// Fills the table and initialises the driver. Why it cannot be used; empty: it can.
-  std::string load(const SharedLibrary& library, Api api = Api::kCuda);
+  std::string load(const SharedLibrary& library);
 
   /// Raises a DeviceError unless `result` is kSuccess. `what`: "cuEventRecord on device 0".
   void check(Result result, const std::string& what) const;

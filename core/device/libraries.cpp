@@ -10,7 +10,7 @@
 namespace multiring {
 namespace {
 
-using GetVersion = int (*)(int*);
+using GetNumber = int (*)(int*);
 
 // What collectives by NCCL take, RCCL by the same names.
 constexpr const char* kNcclFunctions[] = {
@@ -27,7 +27,7 @@ std::string nccl_version(int code) {
 }
 
 std::string nccl_version_of(const SharedLibrary& library) {
-  const auto ask = reinterpret_cast<GetVersion>(library.find("ncclGetVersion"));
+  const auto ask = reinterpret_cast<GetNumber>(library.find("ncclGetVersion"));
   int version = 0;
   return ask != nullptr && ask(&version) == 0 ? nccl_version(version) : "unknown";
 }
@@ -66,24 +66,44 @@ Wanted nccl(const char* name, const char* file, const char* wheel) {
   return {name, {file}, wheel, refuse, describe};
 }
 
-Wanted driver(const char* name, std::vector<std::string> files, cuda::Api api) {
-  const auto refuse = [api](const SharedLibrary& library) { return cuda::Driver().load(library, api); };
-  const auto describe = [api](const SharedLibrary& library, DeviceLibrary& found) {
+Wanted cuda_driver() {
+  const auto refuse = [](const SharedLibrary& library) { return cuda::Driver().load(library); };
+  const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
     cuda::Driver driver;
-    driver.load(library, api);
+    driver.load(library);
     found.version = driver.version();
     if (driver.device_count(&found.devices) != cuda::kSuccess) found.devices = 0;
   };
-  return {name, std::move(files), "", refuse, describe};
+  return {"CUDA driver", {"libcuda.so.1"}, "", refuse, describe};
+}
+
+// Only what is shown of it is asked for.
+Wanted hip() {
+  const auto refuse = [](const SharedLibrary& library) -> std::string {
+    for (const char* function : {"hipInit", "hipDriverGetVersion", "hipGetDeviceCount"})
+      if (library.find(function) == nullptr) return std::string("has no function ") + function;
+    library.keep();
+    const int result = reinterpret_cast<int (*)(unsigned)>(library.find("hipInit"))(0);
+    return result == 0 ? "" : "hipInit failed: " + std::to_string(result);
+  };
+  const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
+    int version = 0;
+    reinterpret_cast<GetNumber>(library.find("hipDriverGetVersion"))(&version);
+    constexpr int kMajor = 10'000'000;
+    found.version = std::to_string(version / kMajor) + "." + std::to_string(version % kMajor / 100'000);
+    if (reinterpret_cast<GetNumber>(library.find("hipGetDeviceCount"))(&found.devices) != 0)
+      found.devices = 0;
+  };
+  return {"HIP", {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}, "", refuse, describe};
 }
 
 }  // namespace
 
 std::vector<DeviceLibrary> find_device_libraries(std::span<const std::string> sites) {
   const Wanted kWanted[] = {
-      driver("CUDA driver", {"libcuda.so.1"}, cuda::Api::kCuda),
+      cuda_driver(),
       nccl("NCCL", "libnccl.so.2", "nvidia/nccl/lib"),
-      driver("HIP", {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}, cuda::Api::kHip),
+      hip(),
       nccl("RCCL", "librccl.so.1", ""),
   };
   std::vector<DeviceLibrary> found;

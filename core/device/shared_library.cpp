@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <link.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace multiring {
@@ -12,6 +11,12 @@ namespace {
 std::string loader_error() {
   const char* const error = ::dlerror();
   return error != nullptr ? error : "unknown error of the dynamic loader";
+}
+
+bool is_loaded(const std::string& path) {
+  void* const handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD);
+  if (handle != nullptr) ::dlclose(handle);
+  return handle != nullptr;
 }
 
 }  // namespace
@@ -30,7 +35,6 @@ std::vector<SharedLibrary::Candidate> SharedLibrary::candidates(std::span<const 
 
 std::optional<SharedLibrary> SharedLibrary::open(std::span<const Candidate> candidates, const Refusal& refuse,
                                                  std::string* why) {
-  std::vector<const void*> refused;  // the loaded copy and the system's may be one
   std::string reasons;
   const auto add = [&reasons](const std::string& reason) {
     reasons += (reasons.empty() ? "" : "; ") + reason;
@@ -43,16 +47,23 @@ std::optional<SharedLibrary> SharedLibrary::open(std::span<const Candidate> cand
       if (!candidate.has_to_be_there) add(reason);
       continue;
     }
-    if (std::ranges::find(refused, handle) != refused.end()) continue;
-    SharedLibrary library(handle, candidate.origin);
+    const SharedLibrary library(handle, candidate.origin);
     const std::string refusal = refuse(library);
     if (refusal.empty()) return library;
-    add(library.path() + ": " + refusal);
-    refused.push_back(handle);
+    const std::string path = library.path();
+    add(path + ": " + refusal);
+    // A library that stayed would answer for its name when others, or the program, ask for a better one.
+    ::dlclose(handle);
+    if (is_loaded(path)) {
+      add("others are not looked for, as the process has this one");
+      break;
+    }
   }
   *why = reasons;
   return std::nullopt;
 }
+
+void SharedLibrary::keep() const { ::dlopen(path().c_str(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE); }
 
 void* SharedLibrary::find(const char* name) const { return ::dlsym(handle_, name); }
 

@@ -10,7 +10,8 @@
 
 namespace multiring {
 
-/// A library that is opened at run time, and stays open: what was taken from it may be in use to the end.
+/// A library that is opened at run time. One that is taken stays open: what was taken from it may be in use
+/// to the end.
 class MULTIRING_API SharedLibrary {
  public:
   /// Where a library may be.
@@ -28,12 +29,16 @@ class MULTIRING_API SharedLibrary {
   /// wheel has them.
   static std::vector<Candidate> candidates(std::span<const std::string> names, const std::string& wheel,
                                            std::span<const std::string> sites);
-  /// The first candidate that can be opened and is not refused; none, with a reason for each in `why`.
+  /// The first candidate that can be opened and is not refused; none, with a reason for each in `why`. What
+  /// is refused is closed. Where it stays loaded all the same, because others in the process have it or it
+  /// cannot be unloaded, no other candidate is opened beside it.
   static std::optional<SharedLibrary> open(std::span<const Candidate> candidates, const Refusal& refuse,
                                            std::string* why);
 
   /// A function by its name; null: there is none.
   void* find(const char* name) const;
+  /// Has it stay loaded, though it be refused: once functions of it have run, it may have threads.
+  void keep() const;
   const std::string& origin() const { return origin_; }
   /// Its file, as the dynamic loader has found it.
   std::string path() const;

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.support import REPOSITORY
 
 _SOURCES = REPOSITORY / "tests" / "cpp" / "fake_cuda"
-_HEADERS = REPOSITORY / "core" / "device"
+_CORE = REPOSITORY / "core"
 _LIBRARY = REPOSITORY / "build" / "fake-cuda" / "libcuda.so.1"
 
 
@@ -36,14 +36,14 @@ def python_path() -> str:
 @functools.cache
 def library() -> Path:
     """Its file, which is made where it is missing or older than its sources."""
-    sources = [*sorted(_SOURCES.iterdir()), *_HEADERS.glob("*.h")]
+    sources = [*sorted(_SOURCES.iterdir()), *_CORE.glob("device/*.h"), *_CORE.glob("base/*.h")]
     newest = max(path.stat().st_mtime for path in sources)
     if _LIBRARY.exists() and _LIBRARY.stat().st_mtime > newest:
         return _LIBRARY
     _LIBRARY.parent.mkdir(parents=True, exist_ok=True)
     made = _LIBRARY.with_suffix(f".{os.getpid()}")  # another process may be doing the same
     command = [_compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1"]
-    command += ["-I", str(_SOURCES.parent), "-I", str(_HEADERS.parent)]
+    command += ["-I", str(_SOURCES.parent), "-I", str(_CORE)]
     command += [str(path) for path in sources if path.suffix == ".cpp"]
     compiled = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr

@@ -49,11 +49,12 @@ except multiring.MultiringError as error:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "texts"),
+    ("options", "kind", "ranks", "texts"),
     [
         (
             "fail=init:100",
             "UsageError",
+            2,
             [
                 "Array lies in device memory, which cannot be read: ",
                 "cuInit failed: CUDA_ERROR_NO_DEVICE (100",
@@ -62,6 +63,7 @@ except multiring.MultiringError as error:
         (
             "fail=copy_to_device:700:1",
             "InternalError",
+            1,
             [
                 "allreduce 'w'",
                 "cuMemcpyHtoDAsync on device 0 of 4000 bytes failed: CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -70,10 +72,12 @@ except multiring.MultiringError as error:
     ],
     ids=["fake without a device", "fake copy that fails"],
 )
-def test_a_driver_that_fails_from_the_start(options: str, kind: str, texts: list[str]) -> None:
-    """As variables of the environment tell it to: on every rank, at the first or the second call."""
+def test_a_driver_that_fails_from_the_start(options: str, kind: str, ranks: int, texts: list[str]) -> None:
+    """As variables of the environment tell it to, at the first or the second call: an error of every rank, of
+    at least so many the one of the driver."""
     ended = run_job(2, SCRIPT, code=0, env=stand_in.environment(options))
-    assert ended.stdout.count(f"{kind}: ") >= 1, ended.stdout + ended.stderr
+    assert ended.stdout.count("Error: ") == 2, ended.stdout + ended.stderr
+    assert ended.stdout.count(f"{kind}: ") >= ranks, ended.stdout + ended.stderr
     for text in texts:
         assert text in ended.stdout
 
@@ -162,9 +166,12 @@ def _there_and_back(seed: int) -> bool:
 def _is_noticed(ignored: str, seed: int) -> bool:
     fake_arrays.configure(f"recover ignore={ignored}")
     try:
-        return not _there_and_back(seed)
+        is_right = _there_and_back(seed)
     except InternalError:  # the array was freed when a copy was still to come
-        return True
+        is_right = False
+    fake_arrays.configure("recover ignore=wait:-1 ignore=record:-1")
+    assert _there_and_back(seed), f"seed {seed} with all of them"
+    return not is_right
 
 
 @on_ranks(1)

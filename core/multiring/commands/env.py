@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
@@ -96,11 +97,11 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _devices() -> dict[str, str]:
+def _devices() -> dict[str, Any]:
     try:
-        return {name: device_libraries.shown(each) for name, each in device_libraries.find().items()}
-    except ImportError as error:
-        return {"libraries": f"not looked for: {error}"}
+        return {name: dataclasses.asdict(each) for name, each in device_libraries.find().items()}
+    except device_libraries.LookError as error:
+        return {"problem": str(error)}
 
 
 def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -134,6 +135,8 @@ def _as_text(found: Mapping[str, Any]) -> str:
 def _shown(name: str, value: Any) -> str:
     if value is None:
         return "none"
+    if isinstance(value, dict):
+        return device_libraries.shown(device_libraries.DeviceLibrary(**value))
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     if name.endswith("bytes"):

@@ -190,8 +190,10 @@ TEST_P(DeviceOrderingsTest, NoWaitAndNoEventCanBeLeftOut) {
     for (int number = 0; number < counted[static_cast<std::size_t>(ordering)]; ++number) {
       const auto leave_out = [&](FakeGpu& gpu) { gpu.ignore(ordering, number); };
       bool is_noticed = !is_right(Progress::kLate, 0, leave_out);
-      for (int seed = 0; seed < 100 && !is_noticed; ++seed)
+      for (int seed = 0; seed < 100 && !is_noticed; ++seed) {
         is_noticed = !is_right(Progress::kSeeded, seed, leave_out);
+        if (is_noticed) EXPECT_TRUE(is_right(Progress::kSeeded, seed)) << "with all of them, seed " << seed;
+      }
       EXPECT_TRUE(is_noticed) << (ordering == Ordering::kWait ? "wait " : "record ") << number << " of "
                               << counted[static_cast<std::size_t>(ordering)];
     }

@@ -2,6 +2,8 @@
 
 #include "device/shared_library.h"
 
+#include <dlfcn.h>
+
 #include "device/driver.h"
 #include "device/libraries.h"
 #include "support/errors.h"
@@ -40,27 +42,48 @@ TEST(SharedLibraryTest, LoadedCopyIsTaken) {
   EXPECT_EQ(why, "unchanged");
 }
 
-TEST(SharedLibraryTest, EachPlaceHasAReasonAndNoneIsTriedTwice) {
-  const Candidate places[] = {{"loaded", "libm.so.6", true},
-                              {"loaded", "libnot-loaded.so.1", true},
+TEST(SharedLibraryTest, EachPlaceHasAReason) {
+  const Candidate places[] = {{"loaded", "libnot-loaded.so.1", true},
                               {"of a wheel", "/not/there/libm.so.6"},
-                              {"of the system", "libm.so.6"}};
-  int asked = 0;
-  const auto refuse = [&](const SharedLibrary&) { return "too old, number " + std::to_string(++asked); };
+                              {"of the system", "libnot-there.so.6"}};
   std::string why;
-  EXPECT_FALSE(SharedLibrary::open(places, refuse, &why).has_value());
-  expect_text(why, "/libm.so.6: too old, number 1; /not/there/libm.so.6: cannot open shared object file");
-  EXPECT_EQ(asked, 1);
+  EXPECT_FALSE(SharedLibrary::open(places, no_refusal, &why).has_value());
+  expect_text(why, "/not/there/libm.so.6: cannot open shared object file");
+  expect_text(why, "; libnot-there.so.6: cannot open shared object file");
 }
 
-TEST(SharedLibraryTest, FunctionsAreMissingByTheNamesOfTheApi) {
-  const std::string names[] = {"libm.so.6"};
-  for (const auto& [api, missing] : {std::pair{cuda::Api::kCuda, "cuInit"}, {cuda::Api::kHip, "hipInit"}}) {
-    std::string why;
-    const auto refuse = [&](const SharedLibrary& library) { return cuda::Driver().load(library, api); };
-    SharedLibrary::open(SharedLibrary::candidates(names, "", {}), refuse, &why);
-    expect_text(why, std::string("has no function ") + missing + ": a newer driver is needed");
+TEST(SharedLibraryTest, NoneIsOpenedBesideOneThatTheProcessKeeps) {
+  const Candidate places[] = {{"loaded", "libm.so.6", true}, {"of a wheel", "/not/there/libm.so.6"}};
+  std::string why;
+  const auto refuse = [](const SharedLibrary&) { return "too old"; };
+  EXPECT_FALSE(SharedLibrary::open(places, refuse, &why).has_value());
+  expect_text(why, "/libm.so.6: too old; others are not looked for, as the process has this one");
+  EXPECT_EQ(why.find("/not/there"), std::string::npos) << why;
+}
+
+// Any library that this process has no other use for.
+TEST(SharedLibraryTest, RefusedOneIsClosedUnlessItIsToBeKept) {
+  const char* const file = "libanl.so.1";
+  const Candidate places[] = {{"of the system", file}};
+  std::string why;
+  for (const bool is_kept : {false, true}) {
+    const auto refuse = [&](const SharedLibrary& library) {
+      if (is_kept) library.keep();
+      return "too old";
+    };
+    EXPECT_FALSE(SharedLibrary::open(places, refuse, &why).has_value());
+    void* const handle = ::dlopen(file, RTLD_NOW | RTLD_NOLOAD);
+    EXPECT_EQ(handle != nullptr, is_kept) << why;
+    if (handle != nullptr) ::dlclose(handle);
   }
+}
+
+TEST(SharedLibraryTest, MissingFunctionsOfTheDriverAreNamed) {
+  const std::string names[] = {"libm.so.6"};
+  std::string why;
+  const auto refuse = [&](const SharedLibrary& library) { return cuda::Driver().load(library); };
+  SharedLibrary::open(SharedLibrary::candidates(names, "", {}), refuse, &why);
+  expect_text(why, "has no function cuInit: a newer driver is needed");
 }
 
 TEST(DeviceLibrariesTest, EachIsFoundOrHasAReason) {

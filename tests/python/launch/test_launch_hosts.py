@@ -197,8 +197,9 @@ def test_ranks_of_each_host_see_its_devices(capfd: pytest.CaptureFixture[str], s
     shown = capfd.readouterr().out
     for line in ("0 sees 5", "1 sees 6", "2 sees 5"):
         assert line in shown
-    assert cli.main([*words[:-3], "--devices", "5", "true"]) != 0
-    assert "2 ranks on this host and 1 device (--devices 5)" in capfd.readouterr().err
+    # No host is connected to.
+    assert cli.main(["run", "-H", "127.0.0.2:2", "--ssh", "false", "--devices", "5", "true"]) == 2
+    assert "2 ranks on a host and 1 device (--devices 5)" in capfd.readouterr().err
 
 
 def _refuse(*_: object, **__: object) -> None:

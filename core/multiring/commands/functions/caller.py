@@ -145,6 +145,9 @@ def _settings(
         raise UsageError(f"timeout={timeout!r}: give seconds, more than 0, or None")
     if options.get("bind") not in _BINDINGS:
         raise UsageError(f"bind={options['bind']!r}: give 'core', 'none' or None")
+    devices = options.get("devices")
+    if not (devices is None or isinstance(devices, str)):
+        raise UsageError(f"devices={devices!r}: give text, as 'auto' or '0,1', or None")
     if wrong := [pair for pair in (env or {}).items() if not all(isinstance(part, str) for part in pair)]:
         raise UsageError(f"env: {wrong[0][0]!r} is {wrong[0][1]!r}; names and values are text")
     if not sys.executable:
@@ -156,7 +159,7 @@ def _settings(
         "output_dir": None if directory is None else Path(directory),
         "tag_output": options.get("tag_output"),
         "bind": options.get("bind"),
-        "devices": options.get("devices"),
+        "devices": devices,
     }
 
 

@@ -101,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         metavar="LIST",
-        help="GPU that each rank of a host sees, as its first and only one: auto, or as 0,1,3; 0,0 lets two "
-        "share one [all ranks see all]",
+        help="GPU that each rank of a host sees, as its first and only one: auto, or as 0,1,3, as "
+        "CUDA_VISIBLE_DEVICES, which it replaces, names them; 0,0 lets two share one [all ranks see all]",
     )
     parser.add_argument(
         "--timeout",

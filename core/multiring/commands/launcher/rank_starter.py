@@ -14,7 +14,7 @@ from pathlib import Path
 
 from multiring import machine
 from multiring.commands.launcher import binding
-from multiring.commands.launcher.devices import device_environments
+from multiring.commands.launcher.devices import check_devices, device_environments
 from multiring.commands.launcher.foreign_variables import horovod_variables, torch_variables
 from multiring.commands.launcher.hosts import RankSlot
 from multiring.commands.launcher.process import RankProcess
@@ -130,6 +130,8 @@ class RankStarter:
         self._hosts: dict[str, RemoteHost] = {}
         self._options = options
         self._environ: Mapping[str, str] = environ
+        # Before other hosts are connected to.
+        check_devices(options.devices, max(options.slot(rank).local_size for rank in range(options.ranks)))
         here = sum(not options.slot(rank).host for rank in range(options.ranks))
         if here:
             program = options.program
