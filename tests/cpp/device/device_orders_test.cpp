@@ -192,7 +192,9 @@ TEST_P(DeviceOrderingsTest, NoWaitAndNoEventCanBeLeftOut) {
       bool is_noticed = !is_right(Progress::kLate, 0, leave_out);
       for (int seed = 0; seed < 100 && !is_noticed; ++seed) {
         is_noticed = !is_right(Progress::kSeeded, seed, leave_out);
-        if (is_noticed) EXPECT_TRUE(is_right(Progress::kSeeded, seed)) << "with all of them, seed " << seed;
+        if (is_noticed) {
+          EXPECT_TRUE(is_right(Progress::kSeeded, seed)) << "with all of them, seed " << seed;
+        }
       }
       EXPECT_TRUE(is_noticed) << (ordering == Ordering::kWait ? "wait " : "record ") << number << " of "
                               << counted[static_cast<std::size_t>(ordering)];
