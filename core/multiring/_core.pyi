@@ -18,6 +18,7 @@ __all__: list[str] = [
     "CommDtype",
     "Communicator",
     "CostModel",
+    "DeviceLibrary",
     "Group",
     "Interface",
     "JobSettings",
@@ -54,6 +55,7 @@ __all__: list[str] = [
     "copy_to_device",
     "documented_algorithms",
     "dtype_size",
+    "find_device_libraries",
     "has_plans",
     "interface_addresses",
     "keep_times",
@@ -95,6 +97,23 @@ class Result:
         """
     @property
     def shape(self) -> list[int]: ...
+
+class DeviceLibrary:
+    """
+    A library for devices, and why none can be used.
+    """
+    @property
+    def devices(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def origin(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def why(self) -> str: ...
 
 class OpKind:
     """
@@ -930,6 +949,11 @@ def documented_algorithms() -> list[dict[str, str]]:
 def dtype_size(dtype: str) -> int:
     """
     Bytes of an element of a type by its name.
+    """
+
+def find_device_libraries(sites: collections.abc.Sequence[str]) -> list[DeviceLibrary]:
+    """
+    Opens the libraries for devices; sites: folders that wheels are installed in.
     """
 
 def has_plans(collective: str) -> bool:

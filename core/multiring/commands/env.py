@@ -1,8 +1,9 @@
-"""`multiring env`: versions, machine, recognised launcher, and the settings with their sources."""
+"""`multiring env`: versions, machine, libraries for devices, launcher, and the settings with their sources."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiring import config, machine
+from multiring.commands import device_libraries
 from multiring.commands.frameworks import FRAMEWORKS
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
@@ -48,6 +50,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "versions": versions(),
         "machine": _machine(),
+        "devices": _devices(),
         "launcher": _launcher(environ),
         "settings": [
             {
@@ -99,6 +102,13 @@ def _machine() -> dict[str, Any]:
     }
 
 
+def _devices() -> dict[str, Any]:
+    try:
+        return {name: dataclasses.asdict(each) for name, each in device_libraries.find().items()}
+    except device_libraries.LookError as error:
+        return {"problem": str(error)}
+
+
 def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         placement = launch_environment.detect(environ)
@@ -117,7 +127,7 @@ def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _as_text(found: Mapping[str, Any], is_all: bool) -> str:
     lines: list[str] = []
-    for heading in ("versions", "machine", "launcher"):
+    for heading in ("versions", "machine", "devices", "launcher"):
         rows = [(name, _shown(name, value)) for name, value in found[heading].items()]
         lines += ["", heading, *_table(rows)]
     # Those that are set come first.
@@ -139,6 +149,8 @@ def _as_text(found: Mapping[str, Any], is_all: bool) -> str:
 def _shown(name: str, value: Any) -> str:
     if value is None:
         return "none"
+    if isinstance(value, dict):
+        return device_libraries.shown(device_libraries.DeviceLibrary(**value))
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     if name.endswith("bytes"):

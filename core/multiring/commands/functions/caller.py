@@ -32,6 +32,7 @@ class LauncherKeywords(TypedDict, total=False):
     output_dir: str | os.PathLike[str] | None
     tag_output: bool | None
     bind: str | None
+    devices: str | None
 
 
 class LaunchKeywords(LauncherKeywords, total=False):
@@ -70,7 +71,8 @@ def run(
         options: `output_dir`: where to write each rank's output as well, as rank.K.stdout and rank.K.stderr;
             `tag_output`: whether lines begin with "[rank]" (where there are several ranks); `bind`: "core"
             gives each rank an equal share of the processors, "none" leaves that to the kernel ("core" if
-            there is a processor for each rank).
+            there is a processor for each rank); `devices`: the GPU that each rank sees, "auto" or as "0,1"
+            (all see all).
 
     Returns:
         What `fn` has returned on each rank; None of a rank on which it has called `sys.exit(0)`.
@@ -108,7 +110,8 @@ def launch(
         fn: What each rank calls, in a new process.
         args: Its arguments.
         np: Number of ranks.
-        options: Those of `multiring.run`: `kwargs`, `env`, `timeout`, `output_dir`, `tag_output`, `bind`.
+        options: Those of `multiring.run`: `kwargs`, `env`, `timeout`, `output_dir`, `tag_output`, `bind`,
+            `devices`.
 
     Returns:
         What `fn` has returned on each rank, in their order.
@@ -139,6 +142,9 @@ def _settings(
         raise UsageError(f"timeout={timeout!r}: give seconds, more than 0, or None")
     if options.get("bind") not in _BINDINGS:
         raise UsageError(f"bind={options['bind']!r}: give 'core', 'none' or None")
+    devices = options.get("devices")
+    if not (devices is None or isinstance(devices, str)):
+        raise UsageError(f"devices={devices!r}: give text, as 'auto' or '0,1', or None")
     if wrong := [pair for pair in (env or {}).items() if not all(isinstance(part, str) for part in pair)]:
         raise UsageError(f"env: {wrong[0][0]!r} is {wrong[0][1]!r}; names and values are text")
     if not sys.executable:
@@ -150,6 +156,7 @@ def _settings(
         "output_dir": None if directory is None else Path(directory),
         "tag_output": options.get("tag_output"),
         "bind": options.get("bind"),
+        "devices": devices,
     }
 
 

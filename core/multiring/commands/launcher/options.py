@@ -100,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: core if there is a processor for each rank)",
     )
     parser.add_argument(
+        "--devices",
+        metavar="LIST",
+        help="GPU that each rank of a host sees, as its first and only one: auto, or as 0,1,3, as "
+        "CUDA_VISIBLE_DEVICES, which it replaces, names them; 0,0 lets two share one [all ranks see all]",
+    )
+    parser.add_argument(
         "--timeout",
         type=wall_seconds,
         metavar="S",
@@ -195,6 +201,7 @@ def main(args: argparse.Namespace) -> int:
         program=program,
         module=module,
         bind=args.bind,
+        devices=args.devices,
         timeout=args.timeout,
         output_dir=args.output_dir,
         tag_output=args.tag_output,
