@@ -1,4 +1,4 @@
-"""`multiring env`: versions, machine, libraries for devices, launcher, and the settings with their sources."""
+"""`multiring env`: versions, machine, device libraries, launcher, and the settings with their sources."""
 
 from __future__ import annotations
 
