@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 
 import numpy as np
-import pytest
 
 from multiring import Communicator, _core
 from multiring.errors import InternalError
-from tests.gpu import fake_arrays, stand_in
+from tests.gpu import fake_arrays
 from tests.on_ranks import on_ranks
-from tests.rank_pool import RankPool, RankProcesses
 
-
-@pytest.fixture
-def comm() -> Iterator[RankPool]:
-    """A rank that has used no device before: after other tests one of the events can be left out."""
-    processes = RankProcesses(1, stand_in.environment())
-    yield RankPool(1, processes=processes)
-    processes.close()
+# Memory that is used again must not hold the right ones already.
+_values = itertools.count(7)
 
 
 def _there_and_back(seed: int) -> bool:
     """What the adapters call for gradients that the host works on."""
     fake_arrays.configure(f"progress=seeded seed={seed}")
+    value = next(_values)
     with fake_arrays.stream() as stream:
         x = fake_arrays.full(1000, 0)
-        x += 7
+        x += value
         found = _core.copy_from_device(x.address, 4000, 0, stream).view(np.float32)
         x += 1  # still to come when the array is written
         _core.copy_to_device(x.address, (found * 2).view(np.uint8), 0, stream)
         x += 1
-        return bool((found == 7).all() and (x.get() == 15).all())
+        return bool((found == value).all() and (x.get() == 2 * value + 1).all())
 
 
 def _is_noticed(ignored: str, seed: int) -> bool:

@@ -76,14 +76,8 @@ def allreduce(
         tf.errors.FailedPreconditionError: The ranks ask for different things, or a rank is lost or late.
         NotImplementedError: Rows with factors, or by another reduction than Average and Sum.
     """
-    how = Reduction(
-        op=op,
-        average=average,
-        scale=(prescale_factor, postscale_factor),
-        compression=compression,
-        name=name,
-        process_set=process_set,
-    )
+    scale = prescale_factor, postscale_factor
+    how = Reduction(op, process_set, name, average, scale, compression)
     return allreduce_one(tensor, how)
 
 
@@ -101,14 +95,8 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
 ) -> list[Tensor]:
     """`allreduce` of several tensors, all of which fail together. Differentiable."""
-    how = Reduction(
-        op=op,
-        average=average,
-        scale=(prescale_factor, postscale_factor),
-        compression=compression,
-        name=name,
-        process_set=process_set,
-    )
+    scale = prescale_factor, postscale_factor
+    how = Reduction(op, process_set, name, average, scale, compression)
     reduced: list[Tensor] = allreduce_all(tensors, how)
     return reduced
 

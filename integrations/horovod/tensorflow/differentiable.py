@@ -34,17 +34,17 @@ Tensors = Sequence[Tensor]
 Backward = Callable[..., list[Tensor]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reduction:
     """What a call that reduces is told beside its tensors.
 
     Attributes:
         op: The reduction.
+        process_set: Ranks that take part.
+        name: What the ranks match it by; None: in a graph its place there.
         average: Its former way to say Average or Sum.
         scale: Factors for each input and for the result.
         compression: What tensors are made of on their way.
-        name: What the ranks match it by; None: in a graph its place there.
-        process_set: Ranks that take part.
     """
 
     op: int | None
