@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from multiring.state.broadcast import broadcast_object
 from multiring.state.buffer_sync import check_mode
 from multiring.tensorflow.agreement import MetricAverage, decide_together, distributed_optimizer
 from multiring.tensorflow.state_broadcast import broadcast_variables, sync_buffers
-from multiring.tensorflow.variables import named_variables, to_numpy
+from multiring.tensorflow.variables import buffers_of, named_variables, to_numpy
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
         super().__init__()
         self._root, self._comm, self._done, self._buffers = root, comm, False, buffers
         self._sync: Callable[[], None] = _nothing
+        self._traced: tuple[list[Any], Callable[[], None]] = [], _nothing  # for which objects, and what
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Broadcasts the variables that the model has by now."""
@@ -114,16 +116,21 @@ class BroadcastInitialState(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         comm = resolve(self._comm)
-        broadcast_variables(_state_of(self.model), self._root, comm)
+        model = self.model
+        broadcast_variables(_state_of(model), self._root, comm)
         self._done = True
 
         def sync() -> None:
-            sync_buffers(self.model, self._buffers, comm)
+            sync_buffers(model, self._buffers, comm)
 
         if keras.backend.backend() == "tensorflow":
             import tensorflow as tf
 
-            sync = tf.function(sync, autograph=False)
+            held, _ = self._traced
+            holds = [model, comm, *buffers_of(model).values()]
+            if len(holds) != len(held) or any(map(operator.is_not, holds, held)):
+                self._traced = holds, tf.function(sync, autograph=False)
+            sync = self._traced[1]
         self._sync = sync
 
 

@@ -32,6 +32,7 @@
 #include "collective/collectives.h"
 #include "collective/exchange.h"
 #include "topology/dimensions.h"
+#include "transport/cluster/channels.h"
 #include "transport/cluster/cluster_transport.h"
 #include "transport/inproc/inproc_hub.h"
 #include "transport/mpi/mpi_network.h"
@@ -90,44 +91,70 @@ class SimulatedLink final : public HostGroup {
   std::shared_ptr<HostGroup> memory_;
 };
 
-/// Between mailboxes, which an allreduce does not use: receives are posted that nothing comes for.
-class SilentNetwork final : public Network {
+/// Seconds that additions and copies take for each byte that a rank sends in a plan: they are charged where
+/// the core does them, before it posts what they have made, so that they overlap with messages as they do in
+/// fact.
+double memory_seconds_per_byte = 0.0;
+/// The same for messages of rounds, whose bytes are only copied.
+double copy_seconds_per_byte = 0.0;
+
+/// Messages by SMPI. Mailboxes, which an allreduce does not use, post receives that nothing comes for.
+class SimulatedNetwork final : public Network {
  public:
-  SilentNetwork(int size, int rank, int channels) : size_(size), rank_(rank), channels_(channels) {}
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
-  int channels() const override { return channels_; }
-  std::string host(int) override { return "simulated"; }
-  void connect(std::span<const Link>, const WaitOptions&) override {}
-  Ticket post_send(int, int, std::span<const std::span<const std::byte>>) override { return ++tickets_; }
-  Ticket post_receive(int, int, std::span<std::byte>) override { return ++tickets_; }
-  WaitResult wait(std::span<const Ticket>, const WaitOptions&) override { return {}; }
-  WaitResult wait_any(std::span<const Ticket>, const WaitOptions&) override { return {}; }
-  bool done(Ticket) const override { return false; }
-  void give_up(std::span<const Ticket>) override {}
-  void progress() override {}
-  void abort(ErrorKind, const std::string&) override {}
-  void relay(const AbortRecord&) override {}
-  bool aborted(AbortRecord*) const override { return false; }
-  void leave() override {}
-  void abandon() override {}
-  void wake() override {}
+  SimulatedNetwork(std::shared_ptr<MpiSession> session, MpiOptions options)
+      : mpi_(std::move(session), std::move(options)) {}
+  int rank() const override { return mpi_.rank(); }
+  int size() const override { return mpi_.size(); }
+  int channels() const override { return mpi_.channels(); }
+  std::string host(int rank) override { return mpi_.host(rank); }
+  void connect(std::span<const Link> links, const WaitOptions& waiting) override {
+    mpi_.connect(links, waiting);
+  }
+  Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override {
+    std::size_t bytes = 0;
+    for (const auto& part : parts) bytes += part.size();
+    smpi_execute(static_cast<double>(bytes) *
+                 (channel == kPlans ? memory_seconds_per_byte : copy_seconds_per_byte));
+    return mpi_.post_send(peer, channel, parts);
+  }
+  Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override {
+    return channel == kChunks || channel == kAcks ? kNever : mpi_.post_receive(peer, channel, buffer);
+  }
+  WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override {
+    return mpi_.wait(tickets, waiting);
+  }
+  WaitResult wait_any(std::span<const Ticket> tickets, const WaitOptions& waiting) override {
+    return mpi_.wait_any(tickets, waiting);
+  }
+  bool done(Ticket ticket) const override { return ticket != kNever && mpi_.done(ticket); }
+  void give_up(std::span<const Ticket> tickets) override {
+    for (const Ticket ticket : tickets)
+      if (ticket != kNever) mpi_.give_up({&ticket, 1});
+  }
+  void progress() override { mpi_.progress(); }
+  bool outlasts_give_up() const override { return mpi_.outlasts_give_up(); }
+  void keep(std::shared_ptr<const void> memory) override { mpi_.keep(std::move(memory)); }
+  void abort(const Error& error) override { mpi_.abort(error); }
+  void relay(const AbortRecord& record) override { mpi_.relay(record); }
+  bool aborted(AbortRecord* record) const override { return mpi_.aborted(record); }
+  void leave() override { mpi_.leave(); }
+  void abandon() override { mpi_.abandon(); }
+  void wake() override { mpi_.wake(); }
 
  private:
-  const int size_;
-  const int rank_;
-  const int channels_;
-  Ticket tickets_ = 0;
+  static constexpr Ticket kNever = ~Ticket{0};
+  MpiNetwork mpi_;
 };
 
-/// Of a rank: messages of rounds and of plans are charged differently.
-struct Sessions {
-  std::shared_ptr<MpiSession> rounds;
-  std::shared_ptr<MpiSession> plans;
-};
+std::shared_ptr<MpiSession> simulated_session() {
+  // Never let go: here no receive is cancelled, and a goodbye may come to the memory of a rank that has
+  // ended.
+  static auto* const sessions = new std::vector<std::shared_ptr<MpiSession>>;
+  sessions->push_back(std::make_shared<MpiSession>(multiring_mpi_bridge, nullptr));
+  return sessions->back();
+}
 
-std::shared_ptr<Transport> join(const Sessions& sessions, int ranks_per_host) {
-  const MpiSession* const session = sessions.plans.get();
+std::shared_ptr<Transport> join(const std::shared_ptr<MpiSession>& session, int ranks_per_host) {
   const int host = session->rank() / ranks_per_host;
   std::shared_ptr<InprocHub>& hub = machine.hosts[host];
   SharedTransportOptions options;
@@ -139,47 +166,18 @@ std::shared_ptr<Transport> join(const Sessions& sessions, int ranks_per_host) {
   for (int rank = 0; rank < session->size(); ++rank)
     context->ranks.push_back({rank / ranks_per_host, rank % ranks_per_host, "simulated", rank});
   context->host_group = std::make_shared<SimulatedLink>(hub->host_group(session->rank() % ranks_per_host));
-  context->make_network = [sessions](std::span<const int> members, int rank, int channels,
-                                     const std::string& name, bool,
-                                     const WaitOptions&) -> std::unique_ptr<Network> {
-    if (name.ends_with("-messages"))
-      return std::make_unique<SilentNetwork>(static_cast<int>(members.size()), rank, channels);
+  context->make_network = [session](std::span<const int> members, int rank, int channels,
+                                    const std::string& name, bool,
+                                    const WaitOptions&) -> std::unique_ptr<Network> {
     MpiOptions mpi;
     mpi.rank = rank;
     mpi.members.assign(members.begin(), members.end());
     mpi.hosts.assign(members.size(), "simulated");
     mpi.channels = channels;
     mpi.name = name;
-    return std::make_unique<MpiNetwork>(name.ends_with("-rounds") ? sessions.rounds : sessions.plans,
-                                        std::move(mpi));
+    return std::make_unique<SimulatedNetwork>(session, std::move(mpi));
   };
   return ClusterTransport::make_world(std::move(context), options, WaitOptions{});
-}
-
-/// Seconds that additions and copies take for each byte that a rank sends: they are charged where the core
-/// does them, before it posts what they have made, so that they overlap with messages as they do in fact.
-double memory_seconds_per_byte = 0.0;
-/// The same for messages of rounds, whose bytes are only copied.
-double copy_seconds_per_byte = 0.0;
-
-template <const double& kSecondsPerByte>
-int charged_send(multiring_mpi_group* group, const multiring_mpi_part* parts, size_t count, int destination,
-                 int tag, multiring_mpi_request* request, char* why, size_t why_bytes) {
-  std::size_t bytes = 0;
-  for (std::size_t index = 0; index < count; ++index) bytes += parts[index].bytes;
-  smpi_execute(static_cast<double>(bytes) * kSecondsPerByte);
-  return multiring_mpi_bridge.send(group, parts, count, destination, tag, request, why, why_bytes);
-}
-
-template <const double& kSecondsPerByte>
-std::shared_ptr<MpiSession> simulated_session() {
-  static multiring_mpi functions = multiring_mpi_bridge;
-  functions.send = charged_send<kSecondsPerByte>;
-  // Never let go: here no receive is cancelled, and a goodbye may come to the memory of a rank that has
-  // ended.
-  static auto* const sessions = new std::vector<std::shared_ptr<MpiSession>>;
-  sessions->push_back(std::make_shared<MpiSession>(functions, nullptr));
-  return sessions->back();
 }
 
 /// An allreduce of float32 sums.
@@ -192,10 +190,7 @@ class Allreduce {
 class CoreAllreduce final : public Allreduce {
  public:
   explicit CoreAllreduce(int ranks_per_host)
-      : transport_(
-            join({simulated_session<copy_seconds_per_byte>(), simulated_session<memory_seconds_per_byte>()},
-                 ranks_per_host)),
-        exchange_(*transport_, "world") {
+      : transport_(join(simulated_session(), ranks_per_host)), exchange_(*transport_, "world") {
     if (const char* const order = std::getenv("MULTIRING_ORDER")) order_ = parse_order(order);
     if (const char* const mode = std::getenv("MULTIRING_MODE"))
       exchange_.plans().force(parse_algorithm(mode), *transport_);

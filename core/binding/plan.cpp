@@ -143,9 +143,6 @@ void bind_plans(py::module_& module) {
       .def_property_readonly("element_bytes", &Plan::element_bytes)
       .def_property_readonly("partial_bytes", &Plan::partial_bytes)
       .def_property_readonly("parts_across_hosts", &Plan::parts_across_hosts)
-      .def_property_readonly("largest_chunk", &Plan::largest_chunk)
-      .def_property_readonly("segment", &Plan::segment)
-      .def_property_readonly("segments", &Plan::segments)
       .def_property_readonly("channels", &Plan::channels)
       .def_property_readonly(
           "steps",
@@ -168,7 +165,6 @@ void bind_costs(py::module_& module) {
       .def_readwrite("shared_bytes_per_second", &CostModel::shared_bytes_per_second)
       .def_readwrite("reduction_bytes_per_second", &CostModel::reduction_bytes_per_second)
       .def_readwrite("dimensions", &CostModel::dimensions);
-  module.def("predict_plan", &predict, py::arg("plan"), py::arg("model"), "Predicted seconds of a plan.");
   module.def(
       "predict_steps",
       [](const Plan& plan, const CostModel& model) {
@@ -180,22 +176,27 @@ void bind_costs(py::module_& module) {
       py::arg("plan"), py::arg("model"), "Predicted seconds of each step in which chunks go whole.");
   module.def("plan_limit", &limit_seconds, py::arg("plan"), py::arg("model"),
              "Seconds that no plan that treats all hosts alike can go below.");
-  module.def(
-      "choose_plan",
-      [](const Cluster& cluster, const PlanRequest& request, const CostModel& model) {
-        return choose_plan(cluster, request.options(cluster.size()), model);
-      },
-      py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<GilRelease>(),
-      "The plan with the lowest predicted time.");
-  py::class_<AlgorithmRow>(module, "AlgorithmRow",
-                           "An algorithm of a collective across hosts, and its costs.")
+  py::class_<AlgorithmRow>(module, "AlgorithmRow", "An algorithm of a collective, and its costs.")
       .def_readonly("name", &AlgorithmRow::name)
       .def_readonly("excluded", &AlgorithmRow::excluded)
+      .def_readonly("needs", &AlgorithmRow::needs)
       .def_readonly("hops", &AlgorithmRow::hops)
       .def_readonly("rank_bytes", &AlgorithmRow::rank_bytes)
+      .def_readonly("segments", &AlgorithmRow::segments)
       .def_readonly("seconds", &AlgorithmRow::seconds)
       .def_readonly("is_compared", &AlgorithmRow::is_compared)
       .def_readonly("is_chosen", &AlgorithmRow::is_chosen);
+  module.def(
+      "choose_algorithm",
+      [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,
+         std::size_t staging_bytes) {
+        AlgorithmTable::Choice choice =
+            AlgorithmTable(cluster, model, staging_bytes).choice(request.options(cluster.size()));
+        return std::pair(std::move(choice.row), std::move(choice.plan));
+      },
+      py::arg("cluster"), py::arg("request"), py::arg("model"),
+      py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
+      "The row of the algorithm that a job takes, and its plan; None: it is none.");
   module.def(
       "algorithm_table",
       [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,
@@ -204,7 +205,15 @@ void bind_costs(py::module_& module) {
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"),
       py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
-      "All algorithms of a collective across hosts.");
+      "All algorithms of a collective across hosts, or of an allreduce within one.");
+  module.def(
+      "assumed_synchronisation",
+      [](const std::vector<int>& ranks_per_host, bool oversubscribed) {
+        const bool is_alone = ranks_per_host.size() == 1;
+        return (is_alone ? host_costs(ranks_per_host[0], oversubscribed) : JobCosts{}).synchronisation;
+      },
+      py::arg("ranks_per_host"), py::arg("oversubscribed"),
+      "Seconds of a synchronisation of a host's ranks, where a job has measured nothing.");
   module.def(
       "check_tuning", [](const std::string& text) { Tuning::parse(text); }, py::arg("text"),
       "Raises UsageError with the number of the line that is wrong.");

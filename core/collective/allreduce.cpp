@@ -1,11 +1,11 @@
 // The algorithm depends on the size and on where ranks and buffers are, which all ranks read in each other's
-// descriptors, so all choose the same. Unless any order is allowed, the bits of the result do not depend on
-// it: every algorithm adds in the canonical order (base/arithmetic/reduction.h), and rounds the same sums
-// with a half-precision comm_dtype.
+// descriptors, so all choose the same, by the table of algorithms (collective/plan/). Unless any order is
+// allowed, the bits of the result do not depend on it: every algorithm adds in the canonical order
+// (base/arithmetic/reduction.h), and rounds the same sums with a half-precision comm_dtype.
 //
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
-//   staged   through staging memory: collective/staged/staged_allreduce.h.
+//   staged   through staging memory: collective/staged/staged_allreduce.h; so are rounds.
 //   planned  across hosts, by messages: collective/cluster/plan_run.h.
 
 #include <algorithm>
@@ -21,11 +21,6 @@
 namespace multiring {
 namespace {
 
-// From this size on two synchronisations cost less than staging. Where ranks outnumber the cores, a
-// synchronisation is a context switch.
-constexpr std::size_t kDirectFrom = kMinSymmetricBytes;
-constexpr std::size_t kDirectFromCrowded = 8 * 1024;
-
 CrossingAlgorithm algorithm_of(Exchange& exchange, const Descriptor& descriptor) {
   const Transport& transport = exchange.transport();
   const bool rounded = is_rounded(descriptor.key.comm_dtype);
@@ -33,10 +28,6 @@ CrossingAlgorithm algorithm_of(Exchange& exchange, const Descriptor& descriptor)
   // Chains would round other sums of each chunk.
   if (rounded && order != Order::kAny && !transport.fully_linked()) return {CrossingAlgorithm::Kind::kRounds};
   return exchange.plans().algorithm(transport, Collective::kAllreduce, descriptor.bytes, order, rounded);
-}
-
-bool large_enough(const Exchange& exchange, const Descriptor& descriptor) {
-  return descriptor.bytes >= (exchange.transport().oversubscribed() ? kDirectFromCrowded : kDirectFrom);
 }
 
 enum class SymmetricRanks { kNone, kSome, kAll };
@@ -83,17 +74,18 @@ void reduce_alone(const Operation& operation) {
 }
 
 /// One operation, or several of the same reduction; `descriptor` is that of all together.
-void reduce_together(Exchange& exchange, const OperationCall& call, const Descriptor& descriptor,
+void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor descriptor,
                      std::span<Operation* const> operations) {
   if (const CrossingAlgorithm algorithm = algorithm_of(exchange, descriptor); algorithm.is_plan()) {
-    Descriptor matched = descriptor;
-    matched.key.algorithm = hash_of(algorithm);
-    exchange.match(call, matched);
+    descriptor.key.algorithm = hash_of(algorithm);
+    exchange.match(call, descriptor);
     const PieceList pieces(operations);
     return allreduce_by_plan(exchange, call, operations, pieces, algorithm);
   }
-  StagedAllreduce staged(exchange, call, operations);
-  const bool large = large_enough(exchange, descriptor);
+  const HostChoice& choice = exchange.plans().host_choice(exchange.transport());
+  descriptor.key.algorithm = choice.hash();
+  StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);
+  const bool large = descriptor.bytes >= choice.min_direct;
   const bool want_direct = large && descriptor.input_region != 0 && descriptor.output_region != 0;
   exchange.match(call, descriptor, [&] {
     if (!want_direct) staged.stage_first();

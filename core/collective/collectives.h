@@ -9,9 +9,6 @@
 
 namespace multiring {
 
-/// Collectives use symmetric memory directly from this size on.
-inline constexpr std::size_t kMinSymmetricBytes = 512;
-
 // Each runs one collective in the calling thread and returns when this rank may use its result and change its
 // input. All raise mismatch, timeout, peer lost or aborted errors.
 

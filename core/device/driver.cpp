@@ -1,7 +1,5 @@
 #include "device/driver.h"
 
-#include <dlfcn.h>
-
 #include <mutex>
 #include <utility>
 
@@ -10,31 +8,18 @@ namespace {
 
 constexpr const char* kLibrary = "libcuda.so.1";
 
-std::string version_text(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
-std::string loader_error() {
-  const char* const error = ::dlerror();
-  return error != nullptr ? error : "unknown error of the dynamic loader";
-}
-
-template <class Function>
-bool find_function(void* library, const char* name, Function* function, std::string* missing) {
-  *function = reinterpret_cast<Function>(::dlsym(library, name));
-  if (*function == nullptr && missing->empty()) *missing = name;
-  return *function != nullptr;
-}
-
-bool find_functions(void* library, Driver* driver, std::string* missing) {
-  bool all = true;
-  const auto find = [&](const char* name, auto* function) {
-    all = find_function(library, name, function, missing) && all;
+/// The first function of the table that the library lacks; empty: none.
+std::string fill(const SharedLibrary& library, Driver* driver) {
+  std::string missing;
+  const auto find = [&]<class Function>(const char* name, Function* function) {
+    *function = reinterpret_cast<Function>(library.find(name));
+    if (*function == nullptr && missing.empty()) missing = name;
   };
   find("cuInit", &driver->init);
   find("cuDriverGetVersion", &driver->driver_version);
   find("cuGetErrorName", &driver->error_name);
   find("cuGetErrorString", &driver->error_string);
+  find("cuDeviceGetCount", &driver->device_count);
   find("cuDeviceGet", &driver->device_get);
   find("cuDevicePrimaryCtxRetain", &driver->primary_context_retain);
   find("cuCtxPushCurrent_v2", &driver->context_push);
@@ -54,15 +39,7 @@ bool find_functions(void* library, Driver* driver, std::string* missing) {
   find("cuMemFree_v2", &driver->memory_free);
   find("cuMemcpyDtoHAsync_v2", &driver->copy_to_host);
   find("cuMemcpyHtoDAsync_v2", &driver->copy_to_device);
-  return all;
-}
-
-/// Versions are asked for only where something is wrong.
-std::string version_of(const Driver& driver) {
-  int version = 0;
-  if (driver.driver_version == nullptr || driver.driver_version(&version) != kSuccess)
-    return "of unknown version";
-  return version_text(version);
+  return missing;
 }
 
 const char* advice(Result error) {
@@ -75,21 +52,20 @@ const char* advice(Result error) {
 
 }  // namespace
 
+std::string Driver::load(const SharedLibrary& library) {
+  *this = {};
+  const std::string missing = fill(library, this);
+  if (!missing.empty())
+    return "driver " + version() + " has no function " + missing + ": a newer driver is needed";
+  library.keep();
+  const Result result = init(0);
+  return result == kSuccess ? "" : "cuInit failed: " + describe(result);
+}
+
 bool Driver::load(const char* library, Driver* driver, std::string* why) {
-  *driver = {};
-  void* handle = ::dlopen(library, RTLD_NOW | RTLD_NOLOAD);
-  if (handle == nullptr) handle = ::dlopen(library, RTLD_NOW);
-  if (handle == nullptr) return *why = loader_error(), false;
-  std::string missing;
-  if (!find_functions(handle, driver, &missing)) {
-    *why = std::string(library) + " (driver " + version_of(*driver) + ") has no function " + missing +
-           ": a newer driver is needed";
-    return false;
-  }
-  const Result result = driver->init(0);
-  if (result == kSuccess) return true;
-  *why = "cuInit failed: " + driver->describe(result);
-  return false;
+  const std::string names[] = {library};
+  const auto refuse = [driver](const SharedLibrary& found) { return driver->load(found); };
+  return SharedLibrary::open(SharedLibrary::candidates(names, "", {}), refuse, why).has_value();
 }
 
 const Driver* Driver::find(std::string* why) {
@@ -103,12 +79,19 @@ const Driver* Driver::find(std::string* why) {
   return nullptr;
 }
 
+// Asked for only where something is wrong, or shown.
+std::string Driver::version() const {
+  int number = 0;
+  if (driver_version == nullptr || driver_version(&number) != kSuccess) return "of unknown version";
+  return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+}
+
 std::string Driver::describe(Result error) const {
   const char* name = nullptr;
   const char* text = nullptr;
   if (error_name(error, &name) != kSuccess || name == nullptr) name = "unknown error";
   if (error_string(error, &text) != kSuccess || text == nullptr) text = "no text";
-  return std::string(name) + " (" + std::to_string(error) + ": " + text + "), driver " + version_of(*this);
+  return std::string(name) + " (" + std::to_string(error) + ": " + text + "), driver " + version();
 }
 
 void Driver::check(Result result, const std::string& what) const {

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/export.h"
+#include "device/shared_library.h"
 
 namespace multiring {
 
@@ -60,6 +61,7 @@ struct MULTIRING_API Driver {
   Result (*driver_version)(int* version);
   Result (*error_name)(Result error, const char** name);
   Result (*error_string)(Result error, const char** text);
+  Result (*device_count)(int* count);
   Result (*device_get)(Device* device, int ordinal);
   Result (*primary_context_retain)(Context* context, Device device);
   Result (*context_push)(Context context);
@@ -85,9 +87,13 @@ struct MULTIRING_API Driver {
   static const Driver* find(std::string* why);
   /// Fills the table from a library (of this name if the process has it, else of the system's).
   static bool load(const char* library, Driver* driver, std::string* why);
+  /// Fills the table and initialises the driver. Why it cannot be used; empty: it can.
+  std::string load(const SharedLibrary& library);
 
   /// Raises a DeviceError unless `result` is kSuccess. `what`: "cuEventRecord on device 0".
   void check(Result result, const std::string& what) const;
+  /// "13.0", or "of unknown version".
+  std::string version() const;
   /// "CUDA_ERROR_OUT_OF_MEMORY (2: out of memory), driver 13.0"
   std::string describe(Result error) const;
 };

@@ -124,9 +124,11 @@ void Staging::copy_back(const Buffer& array, const std::byte* from, std::size_t 
   const cuda::Stream up = devices_->up(array.device);
   if (std::ranges::find(up_, array.device) == up_.end()) {
     up_.push_back(array.device);
-    for (const Recorded& before : before_)
+    for (const Recorded& before : before_) {
+      if (before.is_complete) continue;  // as of every operation that has waited for `arrived`
       driver.check(driver.stream_wait_event(up, before.event, 0),
                    cuda::on("cuStreamWaitEvent", array.device));
+    }
   }
   if (bytes > 0)
     driver.check(driver.copy_to_device(reinterpret_cast<cuda::Pointer>(array.address), from, bytes, up),

@@ -161,8 +161,7 @@ CallOptions Communicator::lock_operations(const Operation& operation, const Call
     lock.lock();
   }
   throw_if_unusable();
-  busy_ = true;
-  busy_thread_ = std::this_thread::get_id();
+  hold_exchange();
   return {options.timeout >= 0 ? deadline.remaining() : options.timeout, options.interrupt};
 }
 
@@ -309,13 +308,17 @@ std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
   return queued.work;
 }
 
-void Communicator::enqueue(std::span<const QueuedWork> queued) {
+void Communicator::enqueue(std::span<const QueuedWork> queued, bool runs_here) {
   throw_if_abandoned();
   {
     Clock::time_point now;
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
-    start_progress();
+    runs_here = runs_here && !busy_ && queue_.empty();
+    if (runs_here)
+      hold_exchange();
+    else
+      start_progress();
     for (const auto& [work, priority, timeout] : queued) {
       work->priority_ = priority;
       work->timeout_ = timeout;
@@ -324,6 +327,7 @@ void Communicator::enqueue(std::span<const QueuedWork> queued) {
       queue_.push_back(work);
     }
   }
+  if (runs_here) return run_queued();
   changed_.notify_all();
 }
 

@@ -115,7 +115,10 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Checks and completes an operation to be queued; raises what is wrong with it.
   void prepare(Operation& operation);
   /// Queues work of prepared operations, all or (where it raises) none.
-  void enqueue(std::span<const QueuedWork> queued);
+  void enqueue(std::span<const QueuedWork> queued) { enqueue(queued, false); }
+  /// The same, and runs it in this thread, unless another one is at work: waking one takes longer than a
+  /// small operation. The caller holds a reference, and is the only one that queues.
+  void enqueue_and_run(std::span<const QueuedWork> queued) { enqueue(queued, true); }
   void send(Operation& operation, std::int64_t tag, const CallOptions& call);
   void receive(Operation& operation, std::int64_t tag, const CallOptions& call);
   /// Waits for a message of one of `request.sources`, which a receive of this rank then gets at once. Empty:
@@ -189,6 +192,10 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void dispatch_fused(const OperationCall& call, std::span<Operation* const> operations);
   template <class Body>
   void run_on_host(const OperationCall& call, std::span<Operation* const> operations, const Body& body);
+  void enqueue(std::span<const QueuedWork> queued, bool runs_here);
+  void hold_exchange();  // with mutex_ held
+  /// Runs all that is queued in this thread, which holds the exchange.
+  void run_queued();
   void start_progress();
   void progress();
   using Adjust = std::function<void(CommunicatorOptions&)>;

@@ -27,8 +27,7 @@ void Communicator::progress() {
     changed_.wait(lock,
                   [this] { return closing_.load(std::memory_order_relaxed) || (!queue_.empty() && !busy_); });
     if (closing_.load(std::memory_order_relaxed)) return;
-    busy_ = true;
-    busy_thread_ = std::this_thread::get_id();
+    hold_exchange();
     lock.unlock();
     execute_chosen();
     if (destroyed) return;
@@ -36,6 +35,22 @@ void Communicator::progress() {
     busy_ = false;
     changed_.notify_all();
   }
+}
+
+void Communicator::hold_exchange() {
+  busy_ = true;
+  busy_thread_ = std::this_thread::get_id();
+}
+
+void Communicator::run_queued() {
+  std::unique_lock lock(mutex_);
+  while (!queue_.empty() && !closing_.load(std::memory_order_relaxed)) {
+    lock.unlock();
+    execute_chosen();
+    lock.lock();
+  }
+  busy_ = false;
+  changed_.notify_all();
 }
 
 // Ranks may have submitted different numbers of operations when they come here, and so choose differently.

@@ -23,6 +23,9 @@ constexpr std::size_t kLongestName = 4096;
 constexpr std::size_t kFuseBelow = std::size_t{16} << 20;
 constexpr std::size_t kFuseAtMost = std::size_t{64} << 20;
 
+// A single operation of up to so many bytes runs on the control thread: to wake the other one takes longer.
+constexpr std::size_t kRunAtOnce = 16 * 1024;
+
 Operation allgather_of(std::span<const std::byte> message) {
   Operation operation;
   Descriptor& descriptor = operation.descriptor;
@@ -160,7 +163,10 @@ bool NamedQueue::negotiate() {
   std::vector<std::shared_ptr<Submission>> taken;
   const std::vector<QueuedWork> queued = take_matched(taken);
   try {
-    if (!queued.empty()) data_->enqueue(queued);
+    if (may_run_at_once(queued))
+      data_->enqueue_and_run(queued);
+    else if (!queued.empty())
+      data_->enqueue(queued);
   } catch (...) {
     // They are matched, so nothing else would fail them. A peer's error that came in between is theirs, too,
     // not that the communicator is broken.
@@ -170,6 +176,13 @@ bool NamedQueue::negotiate() {
   }
   check_deadlines();
   return anything;
+}
+
+// A thread that submits more meanwhile shall not wait for it.
+bool NamedQueue::may_run_at_once(const std::vector<QueuedWork>& queued) const {
+  if (queued.size() != 1 || queued[0].work->operation().descriptor.bytes > kRunAtOnce) return false;
+  const std::lock_guard lock(mutex_);
+  return unmatched_.empty();
 }
 
 std::vector<std::byte> NamedQueue::encode_new() {

@@ -24,7 +24,8 @@ namespace multiring {
 /// The queue has two communicators of its own. While this rank has unmatched submissions, a control thread
 /// negotiates: each negotiation is one allgather of what is new on every rank (see NameMatcher). What all
 /// ranks have submitted is then queued in the other communicator, in the same order on all ranks, and runs on
-/// its progress thread. A rank without unmatched submissions sleeps, and its peers wait for it.
+/// its progress thread; a small one that comes alone runs on the control thread. A rank without unmatched
+/// submissions sleeps, and its peers wait for it.
 ///
 /// Each submission has the communicator's timeout to be matched. The first error breaks the queue on all
 /// ranks: it is stored, ends all that is pending, and is raised by the first call where the program has not
@@ -73,6 +74,7 @@ class MULTIRING_API NamedQueue : Immovable {
   void fail_unmatched();
   bool on_queue_thread() const;
   bool negotiate();
+  bool may_run_at_once(const std::vector<QueuedWork>& queued) const;
   std::vector<std::byte> encode_new();
   bool exchange_messages(std::vector<std::byte> message);
   std::vector<QueuedWork> take_matched(std::vector<std::shared_ptr<Submission>>& taken);

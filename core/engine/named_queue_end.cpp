@@ -251,13 +251,16 @@ bool NamedQueue::close() {
     closing_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  if (on_queue_thread()) return false;  // it cannot wait for its own end
+  if (on_queue_thread()) {                             // it cannot wait for its own end
+    if (data_->runs_on_this_thread()) data_->close();  // only begins, too; the control thread may be in there
+    return false;
+  }
   const std::lock_guard closers(close_mutex_);
   if (std::exchange(closed_, true)) return true;
   control_->close();
+  data_->close();  // the control thread may run an operation of it
   if (control_thread_.joinable()) control_thread_.join();
   fail_unmatched();  // where no thread was started, or it ended by an error
-  data_->close();
   return true;
 }
 

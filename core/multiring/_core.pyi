@@ -18,6 +18,7 @@ __all__: list[str] = [
     "CommDtype",
     "Communicator",
     "CostModel",
+    "DeviceLibrary",
     "Group",
     "Interface",
     "JobSettings",
@@ -43,10 +44,11 @@ __all__: list[str] = [
     "after_fork",
     "algorithm_letters",
     "algorithm_table",
+    "assumed_synchronisation",
     "before_fork",
     "check_tuning",
     "checksum",
-    "choose_plan",
+    "choose_algorithm",
     "collective_names",
     "connect",
     "copy_from_device",
@@ -54,6 +56,7 @@ __all__: list[str] = [
     "copy_to_device",
     "documented_algorithms",
     "dtype_size",
+    "find_device_libraries",
     "has_plans",
     "interface_addresses",
     "keep_times",
@@ -61,7 +64,6 @@ __all__: list[str] = [
     "own_addresses",
     "pair_addresses",
     "plan_limit",
-    "predict_plan",
     "predict_steps",
 ]
 
@@ -96,6 +98,23 @@ class Result:
         """
     @property
     def shape(self) -> list[int]: ...
+
+class DeviceLibrary:
+    """
+    A library for devices, and why none can be used.
+    """
+    @property
+    def devices(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def origin(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def why(self) -> str: ...
 
 class OpKind:
     """
@@ -487,8 +506,6 @@ class Plan:
     @property
     def element_bytes(self) -> int: ...
     @property
-    def largest_chunk(self) -> int: ...
-    @property
     def mode(self) -> str: ...
     @property
     def order(self) -> str: ...
@@ -496,10 +513,6 @@ class Plan:
     def partial_bytes(self) -> int: ...
     @property
     def parts_across_hosts(self) -> int: ...
-    @property
-    def segment(self) -> int: ...
-    @property
-    def segments(self) -> int: ...
     @property
     def sizes(self) -> list[int]:
         """
@@ -558,7 +571,7 @@ class CostModel:
 
 class AlgorithmRow:
     """
-    An algorithm of a collective across hosts, and its costs.
+    An algorithm of a collective, and its costs.
     """
     @property
     def excluded(self) -> str: ...
@@ -571,9 +584,13 @@ class AlgorithmRow:
     @property
     def name(self) -> str: ...
     @property
+    def needs(self) -> str: ...
+    @property
     def rank_bytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def segments(self) -> int: ...
 
 class Work:
     """
@@ -887,7 +904,14 @@ def algorithm_table(
     staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
 ) -> list[AlgorithmRow]:
     """
-    All algorithms of a collective across hosts.
+    All algorithms of a collective across hosts, or of an allreduce within one.
+    """
+
+def assumed_synchronisation(
+    ranks_per_host: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], oversubscribed: bool
+) -> float:
+    """
+    Seconds of a synchronisation of a host's ranks, where a job has measured nothing.
     """
 
 def before_fork() -> None:
@@ -909,9 +933,14 @@ def checksum(
     A number that changes with every bit of the memory, at the speed of memory.
     """
 
-def choose_plan(cluster: Cluster, request: PlanRequest, model: CostModel) -> Plan:
+def choose_algorithm(
+    cluster: Cluster,
+    request: PlanRequest,
+    model: CostModel,
+    staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
+) -> tuple[AlgorithmRow, Plan | None]:
     """
-    The plan with the lowest predicted time.
+    The row of the algorithm that a job takes, and its plan; None: it is none.
     """
 
 def collective_names() -> list[str]:
@@ -963,6 +992,11 @@ def dtype_size(dtype: str) -> int:
     Bytes of an element of a type by its name.
     """
 
+def find_device_libraries(sites: collections.abc.Sequence[str]) -> list[DeviceLibrary]:
+    """
+    Opens the libraries for devices; sites: folders that wheels are installed in.
+    """
+
 def has_plans(collective: str) -> bool:
     """
     Whether plans are among its algorithms.
@@ -999,11 +1033,6 @@ def pair_addresses(
 def plan_limit(plan: Plan, model: CostModel) -> float:
     """
     Seconds that no plan that treats all hosts alike can go below.
-    """
-
-def predict_plan(plan: Plan, model: CostModel) -> float:
-    """
-    Predicted seconds of a plan.
     """
 
 def predict_steps(plan: Plan, model: CostModel) -> list[float]:

@@ -17,7 +17,16 @@ from multiring.errors import UsageError
 if TYPE_CHECKING:
     from multiring.settings import Settings
 
-__all__ = ["VARIABLES", "Setting", "Variable", "check", "describe", "load", "unknown_variables"]
+__all__ = [
+    "VARIABLES",
+    "Setting",
+    "Variable",
+    "check",
+    "describe",
+    "load",
+    "shows_full_tracebacks",
+    "unknown_variables",
+]
 
 PREFIX = "MULTIRING_"
 
@@ -242,8 +251,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "mode",
-        "dimensions, such as 4x8 or 4tx8d, or rounds",
-        "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
+        "dimensions, such as 4x8 or 4tx8d, or rounds; on one host direct, staged or rounds",
+        "How allreduces run, and across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
         _line,
     ),
     Variable(
@@ -310,6 +319,11 @@ def check(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         if text := environ.get(variable.name, "").strip():
             values[variable.field] = _parse(variable, text)
     return values
+
+
+def shows_full_tracebacks(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether MULTIRING_TRACEBACK asks for whole tracebacks; checks nothing, as there is an error to show."""
+    return environ.get(f"{PREFIX}TRACEBACK", "").strip().lower() == "full"
 
 
 def _parse(variable: Variable, text: str) -> Any:

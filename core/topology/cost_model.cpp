@@ -115,10 +115,6 @@ PlanCost predict_steps(const Plan& plan, const CostModel& model) {
   return price(load_of(plan), plan.cluster(), model);
 }
 
-double predict(const Plan& plan, const CostModel& model) {
-  return predict_steps(plan, model).seconds(plan.segments());
-}
-
 double crossing_latency(const Cluster& cluster, const CostModel& model) {
   double latency = 0.0;
   for (const LinkCost& link : model.dimensions) latency = std::max(latency, link.latency);

@@ -60,9 +60,6 @@ MULTIRING_API PlanCost price(const PlanLoad& load, const Cluster& cluster, const
 /// The price of a plan's own load on its own cluster.
 MULTIRING_API PlanCost predict_steps(const Plan& plan, const CostModel& model);
 
-/// Predicted seconds of a plan with its segments.
-MULTIRING_API double predict(const Plan& plan, const CostModel& model);
-
 /// Seconds, and bytes per second of a host, for what crosses all dimensions: the slowest link decides.
 MULTIRING_API double crossing_latency(const Cluster& cluster, const CostModel& model);
 MULTIRING_API double crossing_speed(const Host& host, const CostModel& model);
@@ -72,18 +69,22 @@ MULTIRING_API double crossing_speed(const Host& host, const CostModel& model);
 /// written once.
 MULTIRING_API double limit_seconds(const Plan& plan, const CostModel& model);
 
+/// The dimensions across blocks of hosts (64 hosts: 8x8) by which pairwise exchanges of so many bytes are
+/// quickest: the best two, and the best of any number. None: one dimension is as quick, hosts have no
+/// divisors, or reach their neighbours only. In one dimension of n hosts each rank sends a message to n - 1
+/// others, in dimensions of n1 x n2 x ... only n1 - 1 + n2 - 1 + ..., in more hops; and more bytes, where the
+/// sums of a block are no node of the canonical tree.
+MULTIRING_API std::vector<Mode> divided_modes(const Cluster& cluster, std::size_t bytes,
+                                              const CostModel& model);
+
 /// What is compared, the simplest first: each combination of algorithms that the links between hosts allow,
-/// for dimensions of `options.mode` that have none, with one channel and with all.
-MULTIRING_API std::vector<PlanOptions> plan_options(const Cluster& cluster, const PlanOptions& options);
+/// for dimensions of `options.mode` that have none, with one channel and with all. Without a mode the hosts
+/// are one dimension, or as many as divided_modes() finds for `segment_bytes`, which pass at once.
+MULTIRING_API std::vector<PlanOptions> plan_options(const Cluster& cluster, const PlanOptions& options,
+                                                    std::size_t segment_bytes, const CostModel& model);
 
 /// A prediction is not more accurate than this, so of what is this close to the quickest the first, that is
 /// the simplest, is taken.
 inline constexpr double kAsGood = 1.02;
-
-/// Builds the plan with the lowest predicted time, or of those within the accuracy of a prediction (2 %) the
-/// simplest: chooses algorithms for the dimensions of `options.mode` that have none, the number of channels
-/// up to `options.channels`, and the segment where `options.segment` is 0. The same arguments give the same
-/// plan on every rank. Raises what Plan does.
-MULTIRING_API Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model);
 
 }  // namespace multiring

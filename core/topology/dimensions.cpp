@@ -38,15 +38,13 @@ Dimension parse_dimension(std::string_view whole, std::string_view text) {
   return dimension;
 }
 
+/// "48 (12 hosts with 4 ranks each)"; where hosts differ "4 (2 hosts with up to 3 ranks each)".
 std::string ranks_on_hosts(const Cluster& cluster) {
-  const std::size_t each = cluster.hosts.front().ranks.size();
+  const int most = flat_mode(cluster).front().size;
   return std::to_string(cluster.size()) + " (" + std::to_string(cluster.host_count()) +
-         (cluster.host_count() == 1 ? " host" : " hosts") + " with " + std::to_string(each) +
-         (each == 1 ? " rank" : " ranks") + (cluster.host_count() == 1 ? ")" : " each)");
-}
-
-bool same_sizes(const Mode& a, const Mode& b) {
-  return std::ranges::equal(a, b, {}, &Dimension::size, &Dimension::size);
+         (cluster.host_count() == 1 ? " host" : " hosts") + " with " + (cluster.regular() ? "" : "up to ") +
+         std::to_string(most) + (most == 1 ? " rank" : " ranks") +
+         (cluster.host_count() == 1 ? ")" : " each)");
 }
 
 }  // namespace
@@ -82,24 +80,32 @@ void require_fit(const Mode& mode, const Cluster& cluster) {
     if (mode[index].algorithm && traits_of(*mode[index].algorithm).reducing_phase == Phase::kAllreduce)
       throw_usage(name + ": " + traits_of(*mode[index].algorithm).name +
                   " leaves the whole sum on every rank, so only the last dimension has it");
-  const Mode flat = flat_mode(cluster);
-  if (same_sizes(mode, flat) || same_sizes(mode, automatic_mode(cluster))) return;
-  if (!cluster.regular())
-    throw_usage(name + " needs as many ranks on every host; where hosts differ, the dimensions are " +
-                format_mode(flat) + ", the ranks of the largest host by the hosts");
   std::int64_t product = 1;
   for (const Dimension& dimension : mode) {
     product *= dimension.size;
     if (product > kMaxRanks) throw_usage(name + " is for more than " + std::to_string(kMaxRanks) + " ranks");
   }
-  if (product != cluster.size())
+  // Of hosts that differ each counts as the largest.
+  const int most = flat_mode(cluster).front().size;
+  const bool has_all = product == std::int64_t{most} * cluster.host_count();
+  if (!cluster.regular() && (!has_all || mode.front().size != most))
+    throw_usage(name + " does not fit the ranks, " + ranks_on_hosts(cluster) +
+                "; where hosts differ each counts as the largest: " + format_mode(flat_mode(cluster)));
+  if (!has_all)
     throw_usage(name + " is for " + std::to_string(product) + " ranks, but there are " +
                 ranks_on_hosts(cluster));
-  const auto each = static_cast<int>(cluster.hosts.front().ranks.size());
-  if (mode.front().size != each)
+  if (mode.front().size != most)
     throw_usage(name + " has " + std::to_string(mode.front().size) +
                 " ranks within a host, but the ranks are " + ranks_on_hosts(cluster) +
-                ": the first dimension must be " + std::to_string(each));
+                ": the first dimension must be " + std::to_string(most));
+}
+
+Mode flat_mode(const Cluster& cluster) {
+  std::size_t most = 0;
+  for (const Host& host : cluster.hosts) most = std::max(most, host.ranks.size());
+  Mode mode{{static_cast<int>(most)}};
+  if (cluster.host_count() > 1) mode.push_back({cluster.host_count()});
+  return mode;
 }
 
 }  // namespace multiring

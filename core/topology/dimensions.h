@@ -30,18 +30,13 @@ MULTIRING_API std::string format_mode(const Mode& mode);
 /// Whether a dimension adds in another order than the canonical one; two ranks have no other.
 MULTIRING_API bool needs_any_order(const Dimension& dimension);
 
-/// Raises a usage error with the numbers unless `mode` fits: its product is the number of ranks, its first
-/// dimension that of ranks on each host, and only the last dimension uses an algorithm, such as recursive
-/// doubling, that leaves nothing to reduce in further ones. Where hosts have different numbers of ranks, the
-/// sizes are those of flat_mode() or automatic_mode().
+/// Raises a usage error with the numbers unless `mode` fits: its first dimension is the number of ranks on
+/// each host, or on the largest, the product of the others the number of hosts, and only the last dimension
+/// uses an algorithm, such as recursive doubling, that leaves nothing to reduce in further ones.
 MULTIRING_API void require_fit(const Mode& mode, const Cluster& cluster);
 
-/// The dimensions of a cluster without a forced mode: within hosts, and across hosts if there are several, of
-/// which many are divided (64 hosts: 8x8) where that sends about the same bytes in fewer messages. The size
-/// within hosts is that of the largest. Hosts that reach their neighbours only are one dimension.
-MULTIRING_API Mode automatic_mode(const Cluster& cluster);
-
-/// The same with one dimension across hosts.
+/// The dimensions of a cluster whose hosts are not divided into blocks: within hosts, of which the largest
+/// counts, and across them if there are several.
 MULTIRING_API Mode flat_mode(const Cluster& cluster);
 
 }  // namespace multiring

@@ -18,12 +18,10 @@ Algorithm neighbour_algorithm(const Cluster& cluster, Order order) {
 }
 
 /// Every dimension with its algorithm.
-Mode resolve(Mode mode, const Cluster& cluster, const PlanOptions& options) {
-  // Each dimension rounds, and bits are not to depend on how many there are.
+Mode resolve(Mode mode, const Cluster& cluster, Order order) {
   if (mode.empty()) {
-    const bool is_flat = options.rounded || options.collective != Collective::kAllreduce;
-    mode = is_flat ? flat_mode(cluster) : automatic_mode(cluster);
-    if (!cluster.fully_linked()) mode.back().algorithm = neighbour_algorithm(cluster, options.order);
+    mode = flat_mode(cluster);
+    if (!cluster.fully_linked()) mode.back().algorithm = neighbour_algorithm(cluster, order);
   }
   require_fit(mode, cluster);
   for (Dimension& dimension : mode)
@@ -120,7 +118,7 @@ Plan::Plan(Cluster cluster, const PlanOptions& options) : cluster_(std::move(clu
   if (!has_plans(options_.collective))
     throw_usage("there are no plans of " + std::string(collective_name(options_.collective)) +
                 ": it crosses hosts in rounds, or by messages");
-  mode_ = options_.mode = resolve(options.mode, cluster_, options_);
+  mode_ = options_.mode = resolve(options.mode, cluster_, options.order);
   if (options_.collective != Collective::kAllreduce) {
     require_blocks(mode_);
     blocks_.emplace(cluster_, options_.blocks);
@@ -128,14 +126,7 @@ Plan::Plan(Cluster cluster, const PlanOptions& options) : cluster_(std::move(clu
   }
   if (canonical() && adds(options_.collective)) require_canonical(mode_);
   channels_ = make_channels(cluster_, options_.channels);
-  PlanBuilder builder(*this);
-  steps_ = builder.build();
-  largest_chunk_ = builder.largest_chunk();
-}
-
-std::size_t Plan::segments_of(std::size_t segment) const {
-  if (segment == 0 || largest_chunk_ == 0) return 1;
-  return segment_count(largest_chunk_, segment);
+  steps_ = PlanBuilder(*this).build();
 }
 
 std::size_t Plan::partial_bytes() const {

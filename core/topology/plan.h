@@ -103,11 +103,11 @@ struct MULTIRING_API Step {
 struct PlanOptions {
   std::size_t count = 0;  ///< elements
   DType dtype = DType::kFloat32;
-  /// Empty: automatic_mode(), by a chain or ring where hosts reach their neighbours only. Dimensions without
-  /// an algorithm take the pairwise exchange.
+  /// Empty: flat_mode(), by a chain or ring where hosts reach their neighbours only. Dimensions without an
+  /// algorithm take the pairwise exchange.
   Mode mode;
-  int channels = 1 << 10;           ///< at most so many interfaces are used at once
-  std::size_t segment = 0;          ///< elements of a pipelined piece of a chunk; 0: chunks go whole
+  int channels = 1 << 10;   ///< at most so many interfaces are used at once
+  std::size_t segment = 0;  ///< bytes of the array that pass at once, whatever the steps; 0: chosen by costs
   Order order = Order::kCanonical;  ///< kAny: each holder sends one sum of all it has
   /// Whether partial sums are sent as elements of `dtype`, rounded once more by each step that sends them.
   bool rounded = false;
@@ -141,15 +141,6 @@ class MULTIRING_API Plan {
   const std::vector<Channel>& channels() const { return channels_; }
   std::span<const Step> steps() const { return steps_; }
 
-  /// Elements of the largest chunk that a rank owns after the last reducing step.
-  std::size_t largest_chunk() const { return largest_chunk_; }
-  /// Elements of a segment; 0: chunks go whole.
-  std::size_t segment() const { return options_.segment; }
-  /// Pieces in which a chunk passes through the steps, one after the other; at least 1.
-  std::size_t segments() const { return segments_of(options_.segment); }
-  /// The same for another segment.
-  std::size_t segments_of(std::size_t segment) const;
-
   /// Bytes of an element, and of a partial sum of it: float16 and bfloat16 are summed in float32 and rounded
   /// once, at the end (base/arithmetic/reduction.h), so partial sums travel as float32; unless they are to be
   /// rounded.
@@ -176,7 +167,6 @@ class MULTIRING_API Plan {
   Mode mode_;
   std::vector<Channel> channels_;
   std::vector<Step> steps_;
-  std::size_t largest_chunk_ = 0;
 };
 
 }  // namespace multiring

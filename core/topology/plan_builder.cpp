@@ -22,12 +22,6 @@ std::vector<Step> PlanBuilder::build() {
   return std::move(steps_);
 }
 
-std::size_t PlanBuilder::largest_chunk() const {
-  std::size_t largest = 0;
-  for (const Cell& cell : cells_) largest = std::max(largest, cell.range.size());
-  return largest;
-}
-
 void PlanBuilder::reduce_within_hosts() {
   const std::vector<Host>& hosts = plan_.cluster().hosts;
   const Algorithm algorithm = *plan_.mode().front().algorithm;

@@ -13,7 +13,6 @@ class PlanBuilder {
   explicit PlanBuilder(const Plan& plan) : plan_(plan) {}
 
   std::vector<Step> build();
-  std::size_t largest_chunk() const;
 
  private:
   /// A range of elements with the rank that owns its partial sum in each part of the cluster: first in each

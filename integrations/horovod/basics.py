@@ -9,7 +9,8 @@ from typing import Any
 import multiring
 from multiring import Communicator
 from multiring.horovod import timeline
-from multiring.horovod.operations import Operations, Zeros
+from multiring.horovod.joining import Zeros
+from multiring.horovod.operations import Operations
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.request import Request
 from multiring.horovod.submissions import start_barrier
@@ -97,7 +98,7 @@ class _Job:
 
         operations: Operations | None = make() if world is None else world.meanwhile(make)
         if operations is not None and _zeros is not None:
-            operations.zeros = _zeros
+            operations.joining.zeros = _zeros
         process_set.register(number, self.comm.rank, operations)
         self.sets[number] = process_set
 

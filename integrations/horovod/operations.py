@@ -9,9 +9,7 @@ A rank may wait in one set while another waits for it in a meeting of a second s
 after all of their sets. In a meeting they look after sets that were made before only: whatever the order in
 which sets break, the first of them that is broken goes on, and then the next.
 
-A rank that has joined says so by aborting a communicator that carries nothing: the others see that while they
-wait, and the ranks meet, over and over, until all have joined. In each meeting those that have joined
-learn which allreduces the others wait for, and submit zeros to them.
+Ranks that have joined meet the others as well; see `joining`.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing import Any
 from multiring import Communicator, errors
 from multiring.horovod import timeline
 from multiring.horovod.exceptions import HorovodInternalError
+from multiring.horovod.joining import Joining, active_ranks, awaited, refusals
 from multiring.horovod.pending import (
     LOOK_EVERY,
     UNNAMED,
@@ -35,18 +34,13 @@ from multiring.horovod.pending import (
     auto_number,
     call_meanwhile,
     is_done,
-    numpy_zeros,
     settle,
     whole_of,
 )
-from multiring.horovod.request import Request, join_refusal, mismatch
-from multiring.named_queue import NamedQueue
-from multiring.reductions import ScaleKeywords
+from multiring.horovod.request import Request, mismatch
 from multiring.work import Work
 
-__all__ = ["NOT_YET", "Operations", "Pending", "Start", "Zeros"]
-
-Zeros = Callable[[Request], Any]
+__all__ = ["NOT_YET", "Operations", "Pending", "Start"]
 
 NOT_YET = object()
 """The result of an operation that has not ended."""
@@ -64,7 +58,7 @@ class Operations:
     Attributes:
         rank: Rank of this process in the set.
         size: Number of ranks of the set.
-        zeros: Makes the tensors of ranks that have joined.
+        joining: Whether this rank has joined.
     """
 
     def __init__(self, comm: Communicator, title: str, world: Operations | None = None) -> None:
@@ -76,7 +70,7 @@ class Operations:
             world: The operations of all ranks; None: these are they.
         """
         self.rank, self.size = comm.rank, comm.size
-        self.zeros: Zeros = numpy_zeros
+        self.joining = Joining()
         self._title = title
         self._base = whole_of(comm)
         self._queue = self._base.named_queue(title)
@@ -88,10 +82,7 @@ class Operations:
         self._pending: dict[Key, Pending] = {}
         self._counts: Counter[str] = Counter()  # of those with a name
         self._unnamed = 0
-        self._zeros_given: set[Key] = set()  # without a name, by this rank after it has joined
         self._meetings = 0
-        self._joined_in: int | None = None
-        self._last_joined = -1  # the rank, once all have
         self._sets.append(self)  # last: the thread that waits meanwhile looks at it from here on
 
     def auto_name(self) -> str:
@@ -149,8 +140,10 @@ class Operations:
         Raises:
             HorovodInternalError: It has failed, on all ranks.
         """
-        if not self._world._signal.is_broken:
-            self.look(pending, LOOK_EVERY)  # most have ended then
+        work = pending.work
+        if work is not None and not pending.refusal and not self._world._signal.is_broken:
+            with suppress(errors.MultiringError):  # found again by `take`
+                return self._ended(pending, work.wait(LOOK_EVERY))  # most have, by then
         while (result := self.take(pending)) is NOT_YET:
             self.look(pending, LOOK_EVERY)
         return result
@@ -176,9 +169,7 @@ class Operations:
         except errors.MultiringError as error:
             self._recover(pending, work, error)
             return NOT_YET  # it was submitted anew, or refused
-        with self._lock:
-            self._pending.pop(pending.key, None)
-        return result
+        return self._ended(pending, result)
 
     def look(self, pending: Pending, seconds: float) -> None:
         """Waits for an operation so long at most."""
@@ -201,12 +192,12 @@ class Operations:
             with suppress(HorovodInternalError):  # raised where its handle is synchronised
                 self.wait(pending)
         with self._lock:
-            self._joined_in = self._meetings
+            self.joining.since = self._meetings
             if not self._signal.is_broken:
                 self._signal.abort("has joined")
-        while self._joined_in is not None:
+        while self.joining.since is not None:
             self._look_after(self._sets)
-        return self._last_joined
+        return self.joining.last
 
     def meanwhile(self, call: Callable[[], Any]) -> Any:
         """The result of `call`, a collective of all ranks; takes part meanwhile in what sets wait for.
@@ -227,12 +218,17 @@ class Operations:
         if auto_number(pending.key[0]) is None:  # the others come once each, and would be counted for ever
             self._counts[pending.key[0]] += 1
 
+    def _ended(self, pending: Pending, result: Any) -> Any:
+        with self._lock:
+            self._pending.pop(pending.key, None)
+        return result
+
     def _has_submitted(self, key: Key) -> bool:
         """Whether this rank has submitted an operation, which may have ended long ago."""
         name, before = key
         number = auto_number(name)
         if number is not None:
-            return number <= self._unnamed or key in self._zeros_given
+            return number <= self._unnamed or self.joining.has_given(key)
         return self._counts[name] > before
 
     def _look_after(self, sets: list[Operations]) -> None:
@@ -320,7 +316,7 @@ class Operations:
     def _hold_meeting(self) -> None:
         self._prune()
         pending = {key: each.request for key, each in self._pending.items()}
-        mine = RankReport(self._queue.is_broken, self._joined_in, self._unnamed, pending)
+        mine = RankReport(self._queue.is_broken, self.joining.since, self._unnamed, pending)
         reports: list[RankReport] = self._gather(mine)
         self._meetings += 1
         if any(each.is_broken for each in reports):
@@ -328,54 +324,29 @@ class Operations:
                 settle(each)
             self._renew({})
             return
-        active = {rank: each for rank, each in enumerate(reports) if each.joined_in is None}
-        if active:
+        if active := active_ranks(reports):
             self._serve(active, reports)
             return
-        _, self._last_joined = max((each.joined_in or 0, rank) for rank, each in enumerate(reports))
-        self._joined_in = None
+        self.joining.end(reports)
         self._unnamed = max(each.unnamed for each in reports)  # those that went on have counted on
-        self._zeros_given.clear()
         self._signal.close()
         self._signal = whole_of(self._base)
 
     def _serve(self, active: Mapping[int, RankReport], reports: list[RankReport]) -> None:
         """The ranks that have joined take part in what all others wait for."""
-        ready = set.intersection(*(set(each.pending) for each in active.values()))
-        has_joined = self._joined_in is not None
-        lacking = {key for key in ready if has_joined and not self._has_submitted(key)}
+        ready = awaited(active) if self.joining.since is not None else set()
+        lacking = {key for key in ready if not self._has_submitted(key)}
         wanted = sorted(set().union(*self._gather(lacking)))
-        refusals = {}
-        for key in wanted:
-            requests = {rank: each.pending[key] for rank, each in active.items()}
-            text = mismatch(requests) or join_refusal(requests[min(requests)])
-            if text:
-                refusals[key] = text
-        if refusals:
+        if refused := refusals(wanted, active):
             self._finish_what_can({key for each in reports for key in each.pending})
-            self._renew(refusals)
+            self._renew(refused)
             return
-        source = next(iter(active.values()), None)
+        source = next(iter(active.values()))
         for key in wanted:
-            if key in lacking and source is not None:
-                self._join_in(source.pending[key], key)
-
-    def _join_in(self, request: Request, key: Key) -> None:
-        """Submits zeros."""
-        tensor = self.zeros(request)
-        scale = ScaleKeywords(prescale=request.prescale, postscale=request.postscale)
-
-        def start(queue: NamedQueue) -> Work:
-            op: Any = request.op
-            return queue.allreduce_async(
-                tensor, out=tensor, op=op, name=request.name, asked=request.asked, **scale
-            )
-
-        pending = Pending(request, key, start)
-        self._add(pending)
-        if auto_number(request.name) is not None:
-            self._zeros_given.add(key)
-        self._restart(pending)
+            if key in lacking:
+                pending = self.joining.contribution(source.pending[key], key)
+                self._add(pending)
+                self._restart(pending)
 
     def _finish_what_can(self, keys: set[Key]) -> None:
         """Waits for those operations that all ranks have submitted."""

@@ -8,8 +8,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
 from multiring import Communicator, errors
 from multiring.horovod.request import Request
 from multiring.named_queue import NamedQueue
@@ -25,7 +23,6 @@ __all__ = [
     "auto_number",
     "call_meanwhile",
     "is_done",
-    "numpy_zeros",
     "settle",
     "whole_of",
 ]
@@ -61,11 +58,6 @@ class RankReport:
         self.joined_in = joined_in
         self.unnamed = unnamed
         self.pending = pending
-
-
-def numpy_zeros(request: Request) -> Any:
-    """Zeros of the dtype and shape of a request."""
-    return np.zeros(request.shape, request.dtype)
 
 
 def is_done(pending: Pending) -> bool:

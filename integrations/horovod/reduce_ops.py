@@ -11,10 +11,17 @@ Min = 3
 Max = 4
 Product = 5
 
-_NAMES = {Average: "average", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
+_NAMES: dict[int | None, str] = {
+    Average: "average",
+    Sum: "sum",
+    Adasum: "adasum",
+    Min: "min",
+    Max: "max",
+    Product: "product",
+}
 
 
-def op_name(op: int) -> str:
+def op_name(op: int | None) -> str:
     """The name that the core has for a reduction.
 
     Raises:

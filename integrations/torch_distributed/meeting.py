@@ -9,15 +9,17 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from multiring import config, errors
 from multiring.communicator import Communicator
 from multiring.console.start_line import say_start
+from multiring.console.traceback_hook import install_hook
 from multiring.errors import MultiringError, PeerLostError, UsageError
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
-from multiring.rendezvous.joined import tell_launcher
+from multiring.rendezvous.joined import tell_end, tell_launcher
 from multiring.rendezvous.offered_store import meet
 from multiring.settings import Settings
 from multiring.store import Interrupt, Store
@@ -112,6 +114,8 @@ def connect_group(given: Any) -> Communicator:
     if not is_world:  # both are for all ranks of the job
         settings.mode = settings.tuning = ""
     configure_log(settings.log_level)
+    if is_world:
+        install_hook(settings.traceback)
     store, prefix = _meet(given.store, rank, size, settings)
     try:
         secret = _agree_on_secret(store, prefix, rank, settings)
@@ -124,6 +128,7 @@ def connect_group(given: Any) -> Communicator:
     if is_world and rank == 0:
         tell_launcher(settings)
     if is_world:
+        install_hook(settings.traceback, partial(tell_end, settings))  # before torch's, which calls it
         learn_costs(joined, settings)
     if is_world and rank == 0:
         say_start(joined, settings, by_mpi=False)

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,8 @@ PLAIN = {
             ", every_k=4": "",
             "np.split(np.arange(64)[comm.rank :: comm.size], 4)": "[np.arange(64)]",
             "y[part]) / 4": "y[part])",
-        }
+        },
+        UNEVEN: {_FIRST_THREE: "[np.concatenate(pair) for pair in zip(batches, batches[3:6])] + batches[6:]"},
     },
 }
 
@@ -92,7 +94,11 @@ def replaced(code: str, edits: Mapping[str, str]) -> str:
 def run(recipe: Recipe, code: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, f"<{recipe.question}>", "exec"), names)
-    return {name: plain(names[name]) for name in RESULTS if name in names}
+    found = {name: plain(names[name]) for name in RESULTS if name in names}
+    # A writer's thread would be killed by the end of the program, with what it has not written yet.
+    writers = [thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
+    assert not writers, f"{recipe.question}: the writer is not closed"
+    return found | {"steps": steps_for_tensorboard()}
 
 
 def plain(value: Any) -> Any:
@@ -108,6 +114,21 @@ def plain(value: Any) -> Any:
     elif not isinstance(value, list | tuple):
         return np.asarray(value)
     return [plain(each) for each in value]
+
+
+def steps_for_tensorboard() -> list[int]:
+    """The steps of what is written for TensorBoard below this folder."""
+    files = sorted(Path().glob("**/events.out.tfevents.*"))
+    if not files:
+        return []
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return [
+        event.step
+        for file in files
+        for event in EventFileLoader(str(file)).Load()
+        if event.HasField("summary")
+    ]
 
 
 def main(page: str, file: str) -> None:
@@ -130,9 +151,10 @@ def main(page: str, file: str) -> None:
             if edits := INTERRUPTED[page].get(recipe.question):
                 run(recipe, replaced(recipe.code, edits))
             found = run(recipe, recipe.code)
-        results[recipe.question] = found
+        steps = found.pop("steps")  # of rank 0's file, at another time on each rank
         everyone = comm.allgather_object(pickle.dumps(found))
         assert everyone == [everyone[0]] * comm.size, f"{recipe.question}: the ranks have other results"
+        results[recipe.question] = found | {"steps": steps}
         if "tensorflow" in page:
             import keras
 

@@ -62,6 +62,7 @@ def test_two_ranks_make_what_one_process_does(framework: str, tmp_path: Path) ->
     for question, found in results.items():
         if (page, question) not in OTHERS:
             compare(found, expected[question], TOLERANCES.get(question, 2e-5), question)
+        assert (len(found["steps"]) >= 3) == ("TensorBoard" in question), question
     written = {n: len(list(tmp_path.glob(f"{n}-*/**/events.out.tfevents.*"))) for n in (1, 2)}
     assert written[2] == written[1], "one rank writes for TensorBoard"
     assert (written[2] > 0) == any("TensorBoard" in question for question in results)

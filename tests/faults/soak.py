@@ -2,12 +2,12 @@
 
     ci/soak.sh MINUTES [--seed N] [--first N]
 
-Each job runs the operations of soak_rank.py on one host or on three emulated ones. One of its ranks is
-killed, stopped, leaves, vanishes, raises or asks for something else; its launcher is interrupted; or a host
-is cut off. A finding is a job that does not end in time, ends well after a loss or badly without one, does
-not name the rank that it lost, has wrong results, or leaves processes or files behind. Jobs are numbered:
-the same seed and number draw the same job, though not the same moment to the microsecond. Prints counts by
-place and event; exit code 1 if there was a finding.
+Each job runs the operations of soak_rank.py on one host or on three emulated ones, there every other time
+with a ring for its allreduces. One of its ranks is killed, stopped, leaves, vanishes, raises or asks for
+something else; its launcher is interrupted; or a host is cut off. A finding is a job that does not end in
+time, ends well after a loss or badly without one, does not name the rank that it lost, has wrong results, or
+leaves processes or files behind. Jobs are numbered: the same seed and number draw the same job, though not
+the same moment to the microsecond. Prints counts by place and event; exit code 1 if there was a finding.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Case:
     event: str
     victim: int
     at: int  # milliseconds, or number of the operation
+    ring: bool  # for allreduces; on several hosts
 
     @property
     def arguments(self) -> list[str]:
@@ -65,7 +66,9 @@ def drawn(seed: int, number: int, places: list[str]) -> Case:
     event = choose.choice(events)
     by_time = event in {*BY_TIME, "interrupt", "cut"}
     at = choose.randrange(100, 3000) if by_time else choose.randrange(40)
-    return Case(number, choose.randrange(2**30), place, ranks, event, choose.randrange(ranks), at)
+    rank_seed, victim = choose.randrange(2**30), choose.randrange(ranks)
+    ring = place != "one host" and choose.random() < 0.5
+    return Case(number, rank_seed, place, ranks, event, victim, at, ring)
 
 
 def run(case: Case) -> str:
@@ -103,6 +106,8 @@ def on_emulated_hosts(case: Case) -> str:
             "MULTIRING_SECRET": secrets.token_hex(32),
             "MULTIRING_TIMEOUT": f"{DEADLINE_SECONDS + 6}",  # later than the loss of a host
         }
+        if case.ring:
+            shared |= {"MULTIRING_MODE": f"{max(LAYOUT)}x{len(LAYOUT)}r", "MULTIRING_ORDER": "any"}
         jobs: list[Job] = []
         for host, count in enumerate(LAYOUT):
             for local in range(count):
@@ -198,7 +203,7 @@ def main() -> int:
     while time.monotonic() < end:
         case = drawn(options.seed, number, places)
         number += 1
-        counts[f"{case.place}, {case.event}"] += 1
+        counts[f"{case.place}{' in a ring' * case.ring}, {case.event}"] += 1
         try:
             found = run(case)
         except (OSError, subprocess.SubprocessError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import select
 import signal
 import threading
@@ -17,6 +18,7 @@ import multiring
 from multiring import AbortedError, Communicator, PeerLostError
 from tests.faults.operations import OPERATIONS
 from tests.nursery import Nursery, note
+from tests.support import REPOSITORY, run_job
 
 VICTIM = 1
 
@@ -86,6 +88,36 @@ def test_killed(nursery: Nursery, moment: Callable[[Communicator, str], None], n
         if hosts == 1:  # from another host it may be told by a rank that has seen it
             assert "its process has died" in text
             assert outcome.error.rank == rank
+
+
+IN_A_RING = """
+import os, signal, threading
+import numpy as np
+import multiring
+from tests.support import pretend_places
+
+pretend_places([0, 1, 2])
+comm = multiring.init()
+x = np.ones(1_500_000, np.float32)
+assert comm.allreduce(x, op="max").tobytes() == x.tobytes()
+if comm.rank == 1:
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+try:
+    while True:
+        comm.allreduce(x, op="max", out=x)
+except multiring.PeerLostError as error:
+    print(f"rank {comm.rank} raised PeerLostError: {error}", flush=True)
+    raise
+"""
+
+
+def test_killed_in_the_middle_of_a_ring() -> None:
+    """Three pretended hosts, whose ranks are told of each other's deaths by TCP; nothing is left."""
+    env = {"MULTIRING_MODE": "1x3r", "MULTIRING_ORDER": "any", "PYTHONPATH": str(REPOSITORY)}
+    told = run_job(3, IN_A_RING, env=env, code=137)
+    for rank in (0, 2):
+        assert re.search(rf"rank {rank} raised PeerLostError: .*lost rank {VICTIM} ", told.stdout), told
+    assert re.search(rf"^multiring: rank {VICTIM}\b.* failed with", told.stderr, re.MULTILINE), told
 
 
 def die_beside_a_group(comm: Communicator) -> None:

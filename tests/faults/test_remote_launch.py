@@ -270,7 +270,8 @@ def test_ranks_of_srun_find_each_other_in_the_example_for_sbatch(
 ) -> None:
     output = tmp_path / "job.out"
     path = f"{Path(sys.executable).parent}:{cluster.environ['PATH']}"
-    environ = {**cluster.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)}
+    given = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path), "MULTIRING_QUIET": "1"}
+    environ = {**cluster.environ, **given}  # the start line of the job would come into its output
     command = ["sbatch", "-o", str(output), "examples/slurm.sbatch", script(SHOW, tmp_path), "x y"]
     with Job(lambda root: cluster.command(0, command), environ, cwd=REPOSITORY) as job:
         done = job.finish()

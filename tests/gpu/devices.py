@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.gpu import fake_arrays, stand_in
 from tests.python.collectives.array_kinds import ArrayKind
 from tests.python.collectives.oracle import DTYPES, Bits
 
@@ -18,7 +19,9 @@ _BUSY_CYCLES = 150_000_000
 
 
 def why_not(library: str) -> str | None:
-    """Why arrays of a library cannot be tried here; None: they can."""
+    """Why arrays of a library cannot be tried here; None: they can. "fake": those of the stand-in."""
+    if library == "fake":
+        return stand_in.why_not()
     try:
         module = importlib.import_module(library)
     except ImportError as error:
@@ -33,7 +36,8 @@ def why_not(library: str) -> str | None:
 @dataclass(frozen=True)
 class Library:
     """One library: `full` makes a float32 array, `stream` a stream that does not wait for the default one,
-    `busy` gives the current stream work that takes a tenth of a second, `copy_to_host` waits for it."""
+    `busy` gives the current stream work that takes a while (a tenth of a second on a GPU), `copy_to_host`
+    waits for it."""
 
     full: Callable[[int, float], Any]
     stream: Callable[[], AbstractContextManager[Any]]
@@ -69,9 +73,21 @@ def _cupy() -> Library:
     )
 
 
+def _fake() -> Library:
+    return Library(fake_arrays.full, fake_arrays.stream, fake_arrays.busy, lambda x: x.get())
+
+
 def library(name: str) -> Library:
     """A library by its name; it is imported where this is called."""
-    return {"torch": _torch, "cupy": _cupy}[name]()
+    return {"torch": _torch, "cupy": _cupy, "fake": _fake}[name]()
+
+
+def _fake_strided(bits: Bits, _: str) -> Any:
+    return fake_arrays.array(np.repeat(bits, 3, -1))[..., 1::3]
+
+
+def _fake_by_dlpack(bits: Bits, _: str) -> Any:
+    return fake_arrays.DlpackArray(fake_arrays.array(bits))
 
 
 def _cupy_array(bits: Bits, _: str) -> Any:
@@ -104,6 +120,9 @@ KINDS = {
     for kind in (
         ArrayKind("cupy", _cupy_array, _NUMPY_DTYPES, "cupy.ndarray"),
         ArrayKind("cupy strided", _cupy_strided, _NUMPY_DTYPES, "cupy.ndarray"),
+        ArrayKind("fake", lambda bits, _: fake_arrays.array(bits), _NUMPY_DTYPES, "fake_arrays.Array"),
+        ArrayKind("fake strided", _fake_strided, _NUMPY_DTYPES, "fake_arrays.Array"),
+        ArrayKind("fake by DLPack", _fake_by_dlpack, _NUMPY_DTYPES, "fake_arrays.Array"),
         ArrayKind("torch cuda", _cuda_tensor, DTYPES, "torch.Tensor"),
         ArrayKind("torch cuda strided", _strided_cuda_tensor, DTYPES, "torch.Tensor"),
         ArrayKind("torch pinned", _pinned_tensor, DTYPES, "torch.Tensor"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import time
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,16 @@ import pytest
 
 import multiring
 from multiring import Communicator, UsageError
+from tests.gpu import fake_arrays
 from tests.gpu.devices import KINDS, library
 from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits
 from tests.python.collectives.oracle import Reduction, random_bits
 from tests.python.collectives.registry import COLLECTIVES
 from tests.python.collectives.test_array_kinds import check_collective, check_sent
+from tests.support import Stopwatch
 
-LIBRARIES = pytest.mark.parametrize("name", ["cupy", "torch"])
+LIBRARIES = pytest.mark.parametrize("name", ["cupy", "fake", "torch"])
 
 
 @on_ranks(1, 2, 3)
@@ -35,11 +36,12 @@ def test_kind(comm: Communicator, name: str) -> None:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("name", ["cupy", "torch cuda"])
+@pytest.mark.parametrize("name", ["cupy", "fake", "torch cuda"])
 def test_counts(comm: Communicator, name: str) -> None:
     """Of no element, one, numbers that nothing divides, and more than staging memory holds."""
     kind = KINDS[name]
-    counts = (0, 1, 7, 1023, 65537, 300_001, 20_000_003)
+    large = 2_200_003 if name == "fake" else 20_000_003
+    counts = (0, 1, 7, 1023, 65537, 300_001, large)
     for count, dtype in itertools.product(counts, ("float32", "float16", "int8")):
         inputs = [random_bits(rank, (count,), dtype) for rank in range(comm.size)]
         wanted = Reduction("sum").apply(inputs, dtype)
@@ -169,6 +171,17 @@ def test_capture_cupy(comm: Communicator) -> None:
 
 
 @on_ranks(2)
+def test_capture_fake(comm: Communicator) -> None:
+    x = fake_arrays.full(8, 1)
+    with fake_arrays.stream() as stream:
+        fake_arrays.driver().fake_cuda_capture(stream, 1)
+        with pytest.raises(UsageError, match="device 0 is being captured into a graph"):
+            comm.allreduce(x, out=x)
+    assert not comm.is_broken
+    assert comm.allreduce(x).get().tolist() == [2.0] * 8
+
+
+@on_ranks(2)
 def test_capture_torch(comm: Communicator) -> None:
     """Torch itself refuses, and gives up the capture."""
     torch = importlib.import_module("torch")
@@ -197,13 +210,13 @@ def test_a_kernel_that_takes_longer_than_the_timeout(comm: Communicator, name: s
         for _ in range(20):
             on.busy()
         x += 1
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     # Rank 1 waits longer: it is told what rank 0 has waited for.
     with pytest.raises(
         multiring.TimeoutError, match="for the device to finish the work that makes the input"
     ):
         group.allreduce(x, timeout=0.2 if comm.rank == 0 else 30)
-    assert time.monotonic() - began < 5
+    assert stopwatch.seconds() < 5
     on.copy_to_host(x)
     assert group.is_broken
     assert not comm.is_broken

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.gpu import stand_in
 from tests.support import run_job
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys
 import numpy as np
 import multiring
-import {library}
+from tests.support import Stopwatch
+{library}
 
 comm = multiring.init()
 x = {make}
@@ -19,25 +21,28 @@ if comm.rank == 1:
     threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 comm.allreduce(x, out=x)
 while True:
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     try:
         works = [comm.allreduce_async(x, "average") for _ in range(3)]
         comm.allreduce(x, "average", out=x)
         for work in works:
             work.wait()
     except multiring.PeerLostError as error:
-        print("TOLD", comm.rank, error.peer, round(time.monotonic() - began, 1), flush=True)
+        print("TOLD", comm.rank, error.peer, round(stopwatch.seconds(), 1), flush=True)
         sys.exit(3)
 """
 MAKE = {
-    "cupy": "cupy.ones(1 << 22, 'float32')",
-    "torch": "torch.ones(1 << 22, device='cuda')",
+    "cupy": ("import cupy", "cupy.ones(1 << 22, 'float32')"),
+    "fake": ("from tests.gpu import fake_arrays", "fake_arrays.full(1 << 22, 1)"),
+    "torch": ("import torch", "torch.ones(1 << 22, device='cuda')"),
 }
 
 
 @pytest.mark.parametrize("library", MAKE)
 def test_a_killed_rank(library: str) -> None:
-    ended = run_job(3, SCRIPT.format(library=library, make=MAKE[library]), code=None)
+    imported, make = MAKE[library]
+    env = stand_in.environment() if library == "fake" else {"PYTHONPATH": stand_in.python_path()}
+    ended = run_job(3, SCRIPT.format(library=imported, make=make), code=None, env=env)
     assert ended.returncode != 0
     told = [line.split("TOLD ")[1].split() for line in ended.stdout.splitlines() if "TOLD" in line]
     assert sorted(words[0] for words in told) == ["0", "2"], ended.stdout + ended.stderr

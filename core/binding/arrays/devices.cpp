@@ -1,6 +1,7 @@
 #include "binding/arrays/devices.h"
 
 #include <pybind11/numpy.h>
+#include <pybind11/stl.h>
 
 #include <chrono>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include "base/error.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
+#include "device/libraries.h"
 #include "device/staging.h"
 
 namespace multiring::binding {
@@ -95,6 +97,20 @@ void set_output(Operation& operation, const Buffer& memory) {
 }
 
 void bind_devices(py::module_& module) {
+  py::class_<DeviceLibrary>(module, "DeviceLibrary", "A library for devices, and why none can be used.")
+      .def_readonly("name", &DeviceLibrary::name)
+      .def_readonly("path", &DeviceLibrary::path)
+      .def_readonly("origin", &DeviceLibrary::origin)
+      .def_readonly("version", &DeviceLibrary::version)
+      .def_readonly("why", &DeviceLibrary::why)
+      .def_readonly("devices", &DeviceLibrary::devices);
+  module.def(
+      "find_device_libraries",
+      [](const std::vector<std::string>& sites) {
+        const GilRelease release;
+        return find_device_libraries(sites);
+      },
+      py::arg("sites"), "Opens the libraries for devices; sites: folders that wheels are installed in.");
   module.def("copy_from_device", &copy_from_device, py::arg("address"), py::arg("nbytes"), py::arg("device"),
              py::arg("stream"), "Memory of a device as bytes, after the work that the stream has now.");
   module.def("copy_to_device", &copy_to_device, py::arg("address"), py::arg("data"), py::arg("device"),

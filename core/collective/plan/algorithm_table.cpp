@@ -26,7 +26,6 @@ constexpr std::size_t kBroadcastSegmentsOfHost = 8;
 
 Cluster validated(Cluster cluster) {
   cluster.validate();
-  if (cluster.host_count() == 1) throw_usage("algorithms across hosts need several hosts");
   return cluster;
 }
 
@@ -69,20 +68,6 @@ std::size_t splits_bytes(const Cluster& cluster) {
   return static_cast<std::size_t>(cluster.size()) * sizeof(std::uint64_t);
 }
 
-/// Rings always run where nothing is added.
-PlanOptions in_its_order(PlanOptions options) {
-  if (!adds(options.collective)) options.order = Order::kAny;
-  return options;
-}
-
-/// The first of those that are as good as the quickest.
-template <class Entries>
-auto& simplest_quick(Entries& entries) {
-  double least = entries.front().seconds;
-  for (const auto& entry : entries) least = std::min(least, entry.seconds);
-  return *std::ranges::find_if(entries, [&](const auto& entry) { return entry.seconds <= least * kAsGood; });
-}
-
 }  // namespace
 
 AlgorithmTable::AlgorithmTable(Cluster cluster, CostModel model, std::size_t staging_bytes)
@@ -90,6 +75,12 @@ AlgorithmTable::AlgorithmTable(Cluster cluster, CostModel model, std::size_t sta
       model_(std::move(model)),
       staging_bytes_(usable(staging_bytes)),
       round_(cluster_) {}
+
+/// Rings always run where nothing is added.
+PlanOptions AlgorithmTable::in_its_order(PlanOptions options) {
+  if (!adds(options.collective)) options.order = Order::kAny;
+  return options;
+}
 
 /// 0: staging memory is too small for so many blocks.
 std::size_t AlgorithmTable::segments_of(const PlanOptions& options, std::size_t segment) const {
@@ -202,9 +193,10 @@ AlgorithmTable::Entry AlgorithmTable::unplanned(CrossingAlgorithm::Kind kind,
   return entry;
 }
 
-/// The largest segment with which a plan is as quick as with any (0: that of plan_segment_bytes), and how
-/// long it takes then. A broadcast reaches the hosts one after the other, sooner in smaller segments; others
-/// keep all links busy from the first hop on. None: staging memory is too small for so many blocks.
+/// The largest segment with which a plan is as quick as with any, if `options` name none (0: that of
+/// plan_segment_bytes), and how long it takes then. A broadcast reaches the hosts one after the other, sooner
+/// in smaller segments; others keep all links busy from the first hop on. None: staging memory is too small
+/// for so many blocks.
 std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan& plan,
                                                                       const PlanOptions& options) const {
   Load load;
@@ -215,11 +207,11 @@ std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan
     load.segments = segments_of(options, segment);
     if (load.segments > 0) tried.push_back({segment, seconds(load, cluster_, model_)});
   };
-  add(0);
+  add(options.segment);
   const std::size_t least = std::max(
       kMinBroadcastSegment, plan.count() * element_bytes(options) /
                                 (kBroadcastSegmentsOfHost * static_cast<std::size_t>(cluster_.host_count())));
-  if (plan.collective() == Collective::kBroadcast && plan.count() > 0)
+  if (plan.collective() == Collective::kBroadcast && plan.count() > 0 && options.segment == 0)
     for (std::size_t segment = kMaxBroadcastSegment; segment >= least; segment /= 2) add(segment);
   if (tried.empty()) return std::nullopt;
   return simplest_quick(tried);
@@ -228,7 +220,11 @@ std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan
 std::vector<AlgorithmTable::Entry> AlgorithmTable::plans(const PlanOptions& options) const {
   std::vector<Entry> found;
   const bool is_fixed = options.rounded && options.mode.empty();
-  for (const PlanOptions& tried : is_fixed ? std::vector{options} : plan_options(cluster_, options)) {
+  const std::size_t bytes = options.count * element_bytes(options);
+  const std::size_t at_once =
+      bytes == 0 ? 0 : plan_segment_bytes(bytes, hierarchy_staging_bytes(staging_bytes_), options.segment);
+  for (const PlanOptions& tried :
+       is_fixed ? std::vector{options} : plan_options(cluster_, options, at_once, model_)) {
     const Plan plan(cluster_, tried);
     const std::optional<Segmented> best = best_segment(plan, options);
     if (!best) continue;
@@ -267,23 +263,48 @@ std::vector<AlgorithmTable::Entry> AlgorithmTable::entries(const PlanOptions& op
   return found;
 }
 
-CrossingAlgorithm AlgorithmTable::quickest(const PlanOptions& wanted) const {
-  const PlanOptions options = in_its_order(wanted);
+AlgorithmTable::Entry AlgorithmTable::choose(const PlanOptions& options) const {
   // Then no plan needs to be counted, which takes long among many ranks.
   if (options.mode.empty() && has_plans(options.collective))
-    if (const Entry entry = unplanned(Kind::kRounds, options); entry.seconds <= least_plan_seconds())
-      return entry.algorithm;
-  const std::vector<Entry> compared = entries(options);
-  if (compared.empty()) throw_usage(other_row(options).excluded);
-  return simplest_quick(compared).algorithm;
+    if (Entry entry = unplanned(Kind::kRounds, options); entry.seconds <= least_plan_seconds()) return entry;
+  std::vector<Entry> compared = entries(options);
+  if (compared.empty())
+    throw_usage("mode " + format_mode(options.mode) + " does not run: " + other_row(options).excluded +
+                (cluster_.fully_linked()
+                     ? ""
+                     : "; hosts that reach their neighbours only take one dimension, by a "
+                       "chain (c), or in any order a ring (r)"));
+  return std::move(simplest_quick(compared));
 }
 
-AlgorithmRow AlgorithmTable::row_of(const Entry& entry) const {
-  AlgorithmRow row;
+std::vector<AlgorithmRow> AlgorithmTable::host_rows(const PlanOptions& options) const {
+  if (options.collective != Collective::kAllreduce)
+    throw_usage(std::string(collective_name(options.collective)) +
+                " has no choice of algorithms on one host");
+  if (!options.mode.empty()) require_fit(options.mode, cluster_);
+  return host_table().rows(options.count * element_bytes(options));
+}
+
+AlgorithmTable::Choice AlgorithmTable::choice(const PlanOptions& options) const {
+  if (cluster_.host_count() == 1) {
+    const std::vector<AlgorithmRow> rows = host_rows(options);
+    return {*std::ranges::find_if(rows,
+                                  [](const AlgorithmRow& row) { return row.is_chosen && row.needs.empty(); }),
+            std::nullopt};
+  }
+  Choice found = described(choose(in_its_order(options)));
+  found.row.is_compared = found.row.is_chosen = true;
+  return found;
+}
+
+AlgorithmTable::Choice AlgorithmTable::described(const Entry& entry) const {
+  Choice found;
+  AlgorithmRow& row = found.row;
   row.name = algorithm_name(entry.algorithm);
   row.seconds = entry.seconds;
   if (!entry.algorithm.is_plan()) {
     const Load load = unplanned_load(entry.algorithm.kind, entry.options);
+    row.segments = load.segments;
     if (load.header_bytes) {
       row.hops = round_.steps();
       row.rank_bytes = round_.rank_parts() * *load.header_bytes;
@@ -292,15 +313,16 @@ AlgorithmRow AlgorithmTable::row_of(const Entry& entry) const {
     row.rank_bytes += load.messages ? load.messages->rank_pieces() * load.piece
                                     : round_of(load).rank_parts() *
                                           ((load.segments - 1) * load.round_bytes + load.last_round_bytes);
-    return row;
+    return found;
   }
-  const Plan plan(cluster_, entry.options);
+  const Plan& plan = found.plan.emplace(cluster_, entry.options);
+  row.segments = segments_of(entry.options, entry.algorithm.segment);
   row.hops = round_.steps();
   for (const Step& step : plan.steps())
     if (step.across_hosts()) row.hops += static_cast<std::size_t>(hop_count(step));
   const Traffic traffic = total_traffic(plan);
   for (const RankTraffic& rank : traffic.ranks()) row.rank_bytes = std::max(row.rank_bytes, rank.sent);
-  return row;
+  return found;
 }
 
 /// An algorithm across hosts that is not compared: why, or what it would cost.
@@ -317,19 +339,21 @@ AlgorithmRow AlgorithmTable::other_row(const PlanOptions& options) const {
   } else {
     Entry entry;
     entry.algorithm.mode = options.mode;
+    entry.algorithm.segment = best->segment;
     entry.options = options;
     entry.seconds = best->seconds;
-    return row_of(entry);
+    return described(entry).row;
   }
   return row;
 }
 
 std::vector<AlgorithmRow> AlgorithmTable::rows(const PlanOptions& wanted) const {
+  if (cluster_.host_count() == 1) return host_rows(wanted);
   const PlanOptions options = in_its_order(wanted);
   if (!has_plans(options.collective) && !options.mode.empty()) Plan(cluster_, options);  // raises
   if (!options.mode.empty()) require_fit(options.mode, cluster_);
   std::vector<AlgorithmRow> rows;
-  for (const Entry& entry : entries(options)) rows.push_back(row_of(entry));
+  for (const Entry& entry : entries(options)) rows.push_back(described(entry).row);
   for (AlgorithmRow& row : rows) row.is_compared = true;
   if (rows.empty()) return {other_row(options)};
   simplest_quick(rows).is_chosen = true;

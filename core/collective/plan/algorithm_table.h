@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "base/export.h"
+#include "collective/plan/algorithm_row.h"
 #include "collective/plan/crossing_algorithm.h"
+#include "collective/plan/host_table.h"
 #include "collective/plan/job_costs.h"
 #include "collective/plan/message_load.h"
 #include "collective/plan/round_load.h"
@@ -15,29 +17,26 @@
 
 namespace multiring {
 
-/// An algorithm of a collective across hosts: a row of `multiring plan --explain`.
-struct AlgorithmRow {
-  /// "rounds" (mirrored exchanges), "messages" (from rank to rank), the mode of a plan, or "allreduce:" and a
-  /// mode: the plan of an allreduce, of whose result each rank of a reduce-scatter keeps its block.
-  std::string name;
-  std::string excluded;        ///< why it does not run here; empty: it does
-  std::size_t hops = 0;        ///< messages between hosts, each of which waits for the one before
-  std::size_t rank_bytes = 0;  ///< the most that a rank sends to other hosts, without headers
-  double seconds = 0.0;        ///< by the cost model, with the exchange of headers that comes before a plan
-  bool is_compared = false;    ///< with the others, to choose
-  bool is_chosen = false;      ///< the simplest of those within 2 % of the lowest time: what a job runs
-};
-
-/// The algorithms of collectives among several hosts, each with its costs: what predicts, and what chooses.
+/// The algorithms of collectives among several hosts, and those of allreduces within one (host_table.h), each
+/// with its costs: what predicts, and what chooses.
 class MULTIRING_API AlgorithmTable {
  public:
-  /// `staging_bytes`: what a rank publishes in a round at most. Raises a usage error for a single host, a
-  /// cluster that is not valid, or no staging memory.
+  /// `staging_bytes`: what a rank publishes in a round at most. Raises a usage error for a cluster that is
+  /// not valid, or no staging memory.
   AlgorithmTable(Cluster cluster, CostModel model, std::size_t staging_bytes);
 
   /// What runs the collective of `options`, which a `mode` restricts. Of values that are rounded between
-  /// hosts the mode of the plan decides on bits, so it is always the automatic one. Raises what Plan does.
-  CrossingAlgorithm quickest(const PlanOptions& options) const;
+  /// hosts the mode of the plan decides on bits, so it is always the same. Raises what Plan does.
+  CrossingAlgorithm quickest(const PlanOptions& options) const {
+    return choose(in_its_order(options)).algorithm;
+  }
+
+  struct Choice {
+    AlgorithmRow row;
+    std::optional<Plan> plan;  ///< none: rounds or messages
+  };
+  /// The same with its row, and the plan that runs.
+  Choice choice(const PlanOptions& options) const;
 
   /// What an algorithm does, whatever it costs.
   struct Load {
@@ -51,12 +50,19 @@ class MULTIRING_API AlgorithmTable {
     std::size_t sections = 1;   ///< of what is published a rank takes one
     bool is_from_root = false;  ///< rounds in which one rank publishes
   };
+  /// Of allreduces within the single host.
+  HostTable host_table() const {
+    return {cluster_.size(), cluster_.hosts.front().memory, model_.reduction_bytes_per_second,
+            staging_bytes_};
+  }
+
   /// Of an allreduce of float32.
   Load load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const;
   /// Predicted, at other costs than those of the table.
   double seconds(const Load& load, const JobCosts& costs) const;
 
-  /// All algorithms: rounds, messages or the plans that are compared, then what does not run here.
+  /// All algorithms: rounds, messages or the plans that are compared, then what does not run here. Raises a
+  /// usage error for a single host, unless it is for an allreduce of several ranks.
   std::vector<AlgorithmRow> rows(const PlanOptions& options) const;
 
  private:
@@ -66,6 +72,9 @@ class MULTIRING_API AlgorithmTable {
     double seconds = 0.0;
   };
 
+  static PlanOptions in_its_order(PlanOptions options);
+  std::vector<AlgorithmRow> host_rows(const PlanOptions& options) const;
+  Entry choose(const PlanOptions& options) const;
   std::vector<Entry> entries(const PlanOptions& options) const;
   std::vector<Entry> plans(const PlanOptions& options) const;
   /// Rounds or messages.
@@ -86,7 +95,7 @@ class MULTIRING_API AlgorithmTable {
                        const CostModel& model) const;
   double least_plan_seconds() const;
   double seconds(const Load& load, const Cluster& cluster, const CostModel& model) const;
-  AlgorithmRow row_of(const Entry& entry) const;
+  Choice described(const Entry& entry) const;
   AlgorithmRow other_row(const PlanOptions& options) const;
 
   Cluster cluster_;

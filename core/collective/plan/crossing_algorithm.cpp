@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <numeric>
+#include <utility>
 
 #include "base/cache.h"
 #include "base/error.h"
@@ -17,9 +18,12 @@ namespace {
 constexpr std::size_t kMinSegment = 128 * 1024;
 constexpr std::size_t kSegments = 4;
 using Kind = CrossingAlgorithm::Kind;
-constexpr std::string_view kRounds = "rounds";
-constexpr std::string_view kMessages = "messages";
 constexpr std::string_view kAllreduceOf = "allreduce:";
+// Of algorithms that have no mode.
+constexpr std::pair<Kind, std::string_view> kNames[] = {{Kind::kRounds, "rounds"},
+                                                        {Kind::kMessages, "messages"},
+                                                        {Kind::kDirect, "direct"},
+                                                        {Kind::kStaged, "staged"}};
 constexpr std::size_t kMaxBytes = std::size_t{1} << 62;
 
 /// At most `most`, about `wanted`, and all of about the same length.
@@ -52,8 +56,9 @@ CrossingAlgorithm parse_algorithm(std::string_view text) {
   const std::size_t slash = std::min(text.find('/'), text.size());
   std::string_view name = text.substr(0, slash);
   CrossingAlgorithm algorithm;
-  if (name == kRounds || name == kMessages) {
-    algorithm.kind = name == kRounds ? Kind::kRounds : Kind::kMessages;
+  for (const auto& [kind, word] : kNames) {
+    if (name != word) continue;
+    algorithm.kind = kind;
     if (slash == text.size()) return algorithm;
     throw_usage("'" + std::string(text) + "' gives " + std::string(name) + " a segment, which have none");
   }
@@ -65,7 +70,8 @@ CrossingAlgorithm parse_algorithm(std::string_view text) {
     algorithm.mode = parse_mode(name);
   } catch (const Error& error) {
     throw_usage(std::string(error.what()) +
-                "; or rounds, or in a rule for gather, scatter or alltoall messages");
+                "; or rounds, within a host also direct or staged, or in a rule for gather, scatter or "
+                "alltoall messages");
   }
   if (slash == text.size()) return algorithm;
   algorithm.segment = parse_bytes(text.substr(slash + 1));
@@ -77,6 +83,8 @@ void require_runs(const CrossingAlgorithm& algorithm, Collective collective) {
   const std::string name = algorithm_name(algorithm);
   if (algorithm.kind == Kind::kAllreducePlan && collective != Collective::kReduceScatter)
     throw_usage("'" + name + "' is for reduce_scatter only");
+  if (algorithm.is_within_host() && collective != Collective::kAllreduce)
+    throw_usage("'" + name + "' is for allreduces only");
   if (algorithm.kind == Kind::kMessages && has_plans(collective))
     throw_usage("'" + name + "' is for gather, scatter and alltoall only, by a rule of MULTIRING_TUNING");
   if (algorithm.kind == Kind::kPlan && !has_plans(collective))
@@ -85,17 +93,10 @@ void require_runs(const CrossingAlgorithm& algorithm, Collective collective) {
 }
 
 std::string algorithm_name(const CrossingAlgorithm& algorithm) {
-  switch (algorithm.kind) {
-    case Kind::kRounds:
-      return std::string(kRounds);
-    case Kind::kMessages:
-      return std::string(kMessages);
-    case Kind::kAllreducePlan:
-      return std::string(kAllreduceOf) + format_mode(algorithm.mode);
-    case Kind::kPlan:
-      break;
-  }
-  return format_mode(algorithm.mode);
+  for (const auto& [kind, word] : kNames)
+    if (algorithm.kind == kind) return std::string(word);
+  return (algorithm.kind == Kind::kAllreducePlan ? std::string(kAllreduceOf) : "") +
+         format_mode(algorithm.mode);
 }
 
 std::uint16_t hash_of(const CrossingAlgorithm& algorithm) {

@@ -14,13 +14,15 @@
 
 namespace multiring {
 
-/// How a collective across hosts runs.
+/// How a collective across hosts runs, or an allreduce within one.
 struct CrossingAlgorithm {
   enum class Kind {
     kPlan,           ///< its mode: a plan of the collective itself
     kAllreducePlan,  ///< "allreduce:MODE": a reduce-scatter by the plan of an allreduce
-    kRounds,         ///< "rounds": what every rank has goes to every host
+    kRounds,         ///< "rounds": what every rank has goes to every host, or to every rank of one
     kMessages,       ///< "messages": what a rank has for another goes there alone
+    kDirect,         ///< "direct": slices of arrays in memory that the ranks of a host share
+    kStaged,         ///< "staged": the same through staging memory
   };
   Kind kind = Kind::kPlan;
   Mode mode = {};           ///< of a plan
@@ -28,15 +30,16 @@ struct CrossingAlgorithm {
 
   bool is_rounds() const { return kind == Kind::kRounds; }
   bool is_plan() const { return kind == Kind::kPlan || kind == Kind::kAllreducePlan; }
+  bool is_within_host() const { return kind == Kind::kDirect || kind == Kind::kStaged; }
 };
 
-/// Reads "rounds", "messages", or a mode (a reduce-scatter also that of an allreduce: allreduce:4px2d),
-/// which may be followed by the bytes of a segment (4px2d/65536, 4px2d/64K). Raises a usage error that shows
-/// the text and what is wrong with it.
+/// Reads "rounds", "messages", "direct", "staged", or a mode (a reduce-scatter also that of an allreduce:
+/// allreduce:4px2d), which may be followed by the bytes of a segment (4px2d/65536, 4px2d/64K). Raises a usage
+/// error that shows the text and what is wrong with it.
 MULTIRING_API CrossingAlgorithm parse_algorithm(std::string_view text);
 /// Raises a usage error unless the collective has such an algorithm, whatever the ranks and hosts.
 MULTIRING_API void require_runs(const CrossingAlgorithm& algorithm, Collective collective);
-/// "rounds", "messages", or the mode: what it is called in tables, and read back.
+/// "rounds", "messages", ..., or the mode: what it is called in tables, and read back.
 MULTIRING_API std::string algorithm_name(const CrossingAlgorithm& algorithm);
 
 /// A hash of name and segment, for ranks to compare; 0: rounds.

@@ -128,6 +128,7 @@ std::pair<Matrix, Vector> normal_equations(const Errors& errors, const Vector& l
 
 JobCosts fit_costs(const Cluster& cluster, std::span<const AllreduceProbe> probes,
                    std::size_t staging_bytes) {
+  if (cluster.host_count() == 1) throw_usage("costs are measured among several hosts");
   if (probes.empty()) throw_usage("costs are fitted to at least one measured allreduce");
   const Errors errors(cluster, probes, staging_bytes);
   Vector logs = errors.prior();

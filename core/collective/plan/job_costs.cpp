@@ -61,6 +61,14 @@ JobCosts parse_costs(std::string_view text) {
   return costs;
 }
 
+JobCosts host_costs(int ranks, bool oversubscribed) {
+  constexpr double kLook = 0.0455e-6;
+  constexpr double kChange = 1.165e-6;
+  JobCosts costs;
+  costs.synchronisation = ranks * (oversubscribed ? kChange : kLook);
+  return costs;
+}
+
 void set_speeds(Cluster& cluster, const JobCosts& costs) {
   for (Host& host : cluster.hosts) {
     host.interfaces = {{costs.bytes_per_second, costs.latency}};

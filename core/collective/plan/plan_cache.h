@@ -46,8 +46,8 @@ class MULTIRING_API PlanCache {
     auto operator<=>(const Request&) const = default;
   };
 
-  /// All allreduces of at least one byte use this algorithm, whatever the tuning. Raises a usage error unless
-  /// it fits the ranks and the links between hosts.
+  /// All allreduces of at least one byte use this algorithm, whatever the tuning; among ranks that share
+  /// memory modes change nothing. Raises a usage error unless it fits the ranks and the links between hosts.
   void force(CrossingAlgorithm algorithm, const Transport& transport);
   /// Replaces the tuning. Raises a usage error where a rule does not fit the ranks or the links.
   void set_tuning(Tuning tuning, const Transport& transport);
@@ -60,6 +60,10 @@ class MULTIRING_API PlanCache {
   /// something here.
   const CrossingAlgorithm& algorithm(const Transport& transport, Collective collective, std::size_t bytes,
                                      Order order, bool rounded = false);
+  /// How an allreduce runs among ranks that share memory; others have rounds only, besides their plans.
+  const HostChoice& host_choice(const Transport& transport) {
+    return host_choice_ ? *host_choice_ : host_choice_.emplace(find_host_choice(transport));
+  }
   /// A hash of what decides on a collective whose algorithm is not known before ranks are matched; 0: no
   /// tuning.
   std::uint16_t rules_hash(Collective collective) const {
@@ -89,6 +93,7 @@ class MULTIRING_API PlanCache {
   using Kept = std::pair<Request, std::shared_ptr<const RankSchedule>>;
 
   AlgorithmTable table(const Transport& transport) const;
+  HostChoice find_host_choice(const Transport& transport) const;
   Mode mode_for(const Request& request) const;
   Plan plan(const Request& request) const;
   void require_rules_that_fit(const Tuning& tuning, const Transport& transport) const;
@@ -97,6 +102,7 @@ class MULTIRING_API PlanCache {
 
   Cluster cluster_;  // empty: not yet found
   std::optional<CrossingAlgorithm> forced_;
+  std::optional<HostChoice> host_choice_;
   Tuning tuning_;
   std::array<std::uint16_t, std::size(kAllCollectives)> rules_hashes_{};  // by collective
   std::shared_ptr<Choices> choices_ = std::make_shared<Choices>();

@@ -64,6 +64,10 @@ Tuning Tuning::parse(std::string_view text) {
         tuning.rules_.back().line = number;
         tuning.rules_.back().collective = collective.value_or(Collective::kAllreduce);
         require_runs(tuning.rules_.back().algorithm, tuning.rules_.back().collective);
+        if (tuning.rules_.back().algorithm.is_within_host())
+          throw_usage(
+              "'" + algorithm_name(tuning.rules_.back().algorithm) +
+              "' is for ranks of one host, by MULTIRING_MODE; rules are for collectives across hosts");
       }
     } catch (const Error& error) {
       throw_usage("line " + std::to_string(number) + " of the tuning, '" + std::string(line) +

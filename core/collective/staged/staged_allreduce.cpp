@@ -10,11 +10,6 @@
 namespace multiring {
 namespace {
 
-// Where a rank reads no more bytes of its peers than this, a second synchronisation costs more than every
-// rank adding everything. Where ranks outnumber the cores, each synchronisation is a context switch.
-constexpr std::size_t kWholeReads = 1024;
-constexpr std::size_t kWholeReadsCrowded = 24 * 1024;
-
 // What is taken out of staging memory makes room for what comes in, in pieces that stay in the first cache
 // between the two. Smaller pieces break the processor's prefetching, which works by pages.
 constexpr std::size_t kPiece = 4096;
@@ -22,16 +17,14 @@ constexpr std::size_t kPiece = 4096;
 }  // namespace
 
 StagedAllreduce::StagedAllreduce(Exchange& exchange, const OperationCall& call,
-                                 std::span<Operation* const> operations)
+                                 std::span<Operation* const> operations, bool whole)
     : exchange_(exchange),
       call_(call),
       first_(*operations[0]),
       pieces_(operations),
       bytes_(pieces_.bytes()),
-      segment_bytes_(exchange.transport().staging_bytes() / kCacheLine * kCacheLine) {
-  const std::size_t most = exchange.transport().oversubscribed() ? kWholeReadsCrowded : kWholeReads;
-  whole_ = !exchange.transport().shares_memory() ||
-           (bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most);
+      segment_bytes_(exchange.transport().staging_bytes() / kCacheLine * kCacheLine),
+      whole_(whole) {
   const CommDtype comm_dtype = first_.descriptor.key.comm_dtype;
   if (!is_rounded(comm_dtype) || exchange.transport().shares_memory()) return;
   rounded_.emplace(rounded_dtype(comm_dtype), first_.reduction(), exchange.size());
@@ -131,7 +124,11 @@ void StagedAllreduce::run_whole() {
   for (std::size_t index = 0; index < segments; ++index) {
     reduce_whole(segment(index));
     if (index + 1 == segments) return;
-    exchange_.next(call_, [&] { stage_whole(segment(index + 1)); });
+    exchange_.next(call_, [&] {
+      const Range next = segment(index + 1);
+      await_part(first_, next.end, exchange_, call_);
+      stage_whole(next);
+    });
   }
 }
 

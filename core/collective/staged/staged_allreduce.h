@@ -28,14 +28,16 @@ namespace multiring {
 /// read and then written by two ranks in turn: writing a line that another core has only read costs several
 /// times as much as writing one that it owns (docs/performance.md).
 ///
-/// Small operations take one synchronisation instead: every rank stages and adds everything. So do ranks that
-/// do not share memory, segment by segment; they round what a plan would have rounded.
+/// Rounds take one synchronisation a segment instead: every rank stages and adds everything. That is for
+/// small arrays, and for ranks that do not share memory; they round what a plan would have rounded.
 ///
 /// The elements may lie in many pieces: those of one array, or several arrays.
 class StagedAllreduce : Immovable {
  public:
-  /// `operations`: one, or several of the same reduction.
-  StagedAllreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations);
+  /// `operations`: one, or several of the same reduction. `whole`: in rounds, in which every rank adds
+  /// everything, as ranks have to that do not share memory.
+  StagedAllreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
+                  bool whole);
 
   /// Stages the first segment in the round that the caller has begun and will synchronise.
   void stage_first();
@@ -68,7 +70,7 @@ class StagedAllreduce : Immovable {
   std::size_t reduce_cursor_ = 0;
   const std::size_t bytes_;
   const std::size_t segment_bytes_;
-  bool whole_;
+  const bool whole_;
   std::optional<RoundedSums> rounded_;
   std::vector<Subtree> nodes_;  // of the hosts, where sums are rounded between them
 };

@@ -1,8 +1,9 @@
-"""`multiring env`: versions, machine, recognised launcher, and every setting with its source."""
+"""`multiring env`: versions, machine, device libraries, launcher, and the settings with their sources."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiring import config, machine
+from multiring.commands import device_libraries
 from multiring.commands.frameworks import FRAMEWORKS
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
@@ -28,21 +30,27 @@ _DISTRIBUTIONS = tuple(dict.fromkeys(("numpy", *_OF_FRAMEWORKS, "mpi4py", "openm
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `multiring env`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="print all settings, not only those that are set in the environment",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with all settings")
 
 
 def main(args: argparse.Namespace) -> int:
     """Prints what `collect` finds."""
     found = collect(os.environ)
-    print(json.dumps(found, indent=2) if args.json else _as_text(found))
+    print(json.dumps(found, indent=2) if args.json else _as_text(found, args.all))
     return 0
 
 
 def collect(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that `multiring env` prints, in a form that JSON can hold."""
+    """Everything that `multiring env --all` prints, in a form that JSON can hold."""
     return {
         "versions": versions(),
         "machine": _machine(),
+        "devices": _devices(),
         "launcher": _launcher(environ),
         "settings": [
             {
@@ -94,6 +102,13 @@ def _machine() -> dict[str, Any]:
     }
 
 
+def _devices() -> dict[str, Any]:
+    try:
+        return {name: dataclasses.asdict(each) for name, each in device_libraries.find().items()}
+    except device_libraries.LookError as error:
+        return {"problem": str(error)}
+
+
 def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         placement = launch_environment.detect(environ)
@@ -110,13 +125,22 @@ def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _as_text(found: Mapping[str, Any]) -> str:
+def _as_text(found: Mapping[str, Any], is_all: bool) -> str:
     lines: list[str] = []
-    for heading in ("versions", "machine", "launcher"):
+    for heading in ("versions", "machine", "devices", "launcher"):
         rows = [(name, _shown(name, value)) for name, value in found[heading].items()]
         lines += ["", heading, *_table(rows)]
-    rows_of_settings = [(row["name"], row["value"] or "-", row["source"]) for row in found["settings"]]
-    lines += ["", "settings", *_table([("variable", "value", "source"), *rows_of_settings])]
+    # Those that are set come first.
+    settings = sorted(found["settings"], key=lambda row: bool(row["source"] == "default"))
+    shown = [row for row in settings if is_all or row["source"] != "default"]
+    lines += ["", "settings"]
+    if shown:
+        rows_of_settings = [(row["name"], row["value"] or "-", row["source"]) for row in shown]
+        lines += _table([("variable", "value", "source"), *rows_of_settings])
+    if left := len(settings) - len(shown):
+        others = f"{left} others have their defaults" if left > 1 else "1 other has its default"
+        what = others if shown else f"all {left} have their defaults"
+        lines.append(f"  {what}; --all shows {'them' if left > 1 else 'it'}")
     for name, meant in found["unknown_variables"].items():
         lines.append(f"  {name} is not known" + (f"; is {meant} meant?" if meant else ""))
     return "\n".join(lines[1:])
@@ -125,6 +149,8 @@ def _as_text(found: Mapping[str, Any]) -> str:
 def _shown(name: str, value: Any) -> str:
     if value is None:
         return "none"
+    if isinstance(value, dict):
+        return device_libraries.shown(device_libraries.DeviceLibrary(**value))
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     if name.endswith("bytes"):

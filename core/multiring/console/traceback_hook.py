@@ -7,16 +7,17 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
 
+from multiring import config
 from multiring.errors import MultiringError, RankError
 from multiring.log import is_of_program
 
-__all__ = ["RankTraceback", "install_hook", "traceback_text"]
+__all__ = ["RankTraceback", "install_hook", "shown_if_uncaught", "traceback_text"]
 
 _PACKAGE = "multiring"
 _FRAMEWORKS = ("jax", "jaxlib", "keras", "tensorflow")  # of whose errors the program makes none itself
@@ -30,7 +31,7 @@ class RankTraceback(Exception):
         return f"\n{self.args[0].rstrip()}"
 
 
-def install_hook(kind: str, tell_end: Callable[[], None]) -> None:
+def install_hook(kind: str, tell_end: Callable[[], None] = lambda: None) -> None:
     """Shows uncaught exceptions like this from now on, where the program has not set `sys.excepthook`.
 
     Args:
@@ -38,9 +39,21 @@ def install_hook(kind: str, tell_end: Callable[[], None]) -> None:
         tell_end: Called before one is shown.
     """
     own = getattr(sys.excepthook, "func", None) is _tell_and_show
-    if own or sys.excepthook is sys.__excepthook__:
+    if own or sys.excepthook in (sys.__excepthook__, _show):
         show = _show if kind == "short" and not _is_own_program() else sys.__excepthook__
         sys.excepthook = partial(_tell_and_show, tell_end, os.getpid(), show)
+
+
+@contextmanager
+def shown_if_uncaught() -> Iterator[None]:
+    """Context that shows uncaught exceptions like this once an error of multiring, or Ctrl-C, has left it,
+    where the program has not set `sys.excepthook`."""
+    try:
+        yield
+    except (MultiringError, KeyboardInterrupt):
+        if sys.excepthook is sys.__excepthook__ and not config.shows_full_tracebacks():
+            sys.excepthook = _show
+        raise
 
 
 def _tell_and_show(
@@ -63,7 +76,9 @@ def traceback_text(error: BaseException, frames: TracebackType | None, *, full: 
     Unless `full`, an error of a framework that has come of one of multiring is shown as that one, and that of
     `multiring.run` with the traceback of the rank alone.
     """
-    shown = traceback.TracebackException(type(error), error, frames) if full else _shortened(error, frames)
+    shown = (
+        traceback.TracebackException(type(error), error, frames) if full else _shortened(error, frames, set())
+    )
     if meant := _suggestion(error, frames):
         shown._str += meant  # type: ignore[attr-defined]  # before notes, which `format` adds
     of_rank = "" if full else _text_of_rank(error)
@@ -83,7 +98,7 @@ def _lines_for_ipython(error: RankError) -> list[str]:
     frames = error.__traceback__
     while frames is not None and "IPython" in str(frames.tb_frame.f_globals.get("__name__")):
         frames = frames.tb_next
-    return traceback_text(error, frames).splitlines()
+    return traceback_text(error, frames, full=config.shows_full_tracebacks()).splitlines()
 
 
 # IPython asks an error for it; here, as errors know nothing of how they are shown.
@@ -131,32 +146,44 @@ class _Stack(traceback.StackSummary):
         ]
 
 
-def _shortened(error: BaseException, frames: TracebackType | None) -> traceback.TracebackException:
-    """An exception as it is shown, without frames that tell nothing."""
+def _shortened(
+    error: BaseException, frames: TracebackType | None, seen: set[int]
+) -> traceback.TracebackException:
+    """An exception as it is shown, without frames that tell nothing, and without those of `seen` before it,
+    which are shown already: this is added. Errors may be causes of each other."""
+    seen.add(id(error))
     own = _carried(error)
     if own is None:
         shown = traceback.TracebackException(type(error), error, frames)
-        _shorten(shown, error, frames)
+        _shorten(shown, error, frames, seen)
         return shown
     shown = traceback.TracebackException(type(own), own, frames)
     is_hidden = [not is_of_program(frame) for frame, _ in traceback.walk_tb(frames)]
     _hide(shown, is_hidden, f"{_PACKAGE} and of installed packages")
     shown.__cause__ = None
-    shown.__context__ = _shown_before(error)
+    shown.__context__ = _shown_before(error, seen)
     shown.__suppress_context__ = False
     return shown
 
 
-def _shown_before(error: BaseException) -> traceback.TracebackException | None:
-    """What was raised before a framework's error that tells of one of multiring, and is something else."""
-    seen = {id(error)}
+def _shown_before(error: BaseException, shown: set[int]) -> traceback.TracebackException | None:
+    """What came before a framework's error that tells of one of multiring, and tells of something else."""
+    told, seen = _told(error), {id(error)}
     before = _before(error)
-    while before is not None and id(before) not in seen and _carried(before) is not None:
+    while before is not None and id(before) not in seen and _told(before) == told:
         seen.add(id(before))
         before = _before(before)
-    if before is None or id(before) in seen or isinstance(before, MultiringError):
-        return None
-    return _shortened(before, before.__traceback__)
+    return (
+        None
+        if before is None or id(before) in seen | shown
+        else _shortened(before, before.__traceback__, shown)
+    )
+
+
+def _told(error: BaseException) -> str | None:
+    """The text of the error of multiring that this is, or that it tells of; None: of none."""
+    own = error if isinstance(error, MultiringError) else _carried(error)
+    return None if own is None else str(own)
 
 
 def _before(error: BaseException) -> BaseException | None:
@@ -184,8 +211,11 @@ def _hide(shown: traceback.TracebackException, is_hidden: Sequence[bool], whose:
         shown.stack = stack
 
 
-def _shorten(shown: traceback.TracebackException, error: BaseException, frames: TracebackType | None) -> None:
+def _shorten(
+    shown: traceback.TracebackException, error: BaseException, frames: TracebackType | None, seen: set[int]
+) -> None:
     """Leaves out frames of multiring where its own error says what was wrong, or Ctrl-C; else they may."""
+    seen.add(id(error))
     if isinstance(error, MultiringError | KeyboardInterrupt):
         ours = [_is_ours(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(frames)]
         if isinstance(error, KeyboardInterrupt) and any(ours):  # nor where in a wait of ours it came
@@ -196,14 +226,14 @@ def _shorten(shown: traceback.TracebackException, error: BaseException, frames: 
         if part is None or inner is None:
             continue
         if _carried(inner) is None:
-            _shorten(part, inner, inner.__traceback__)
+            _shorten(part, inner, inner.__traceback__, seen)
         elif isinstance(error, MultiringError) and str(_carried(inner)) == str(error):
-            setattr(shown, name, _shown_before(inner))  # it says the same
+            setattr(shown, name, _shown_before(inner, seen))  # it says the same
         else:
-            setattr(shown, name, _shortened(inner, inner.__traceback__))
+            setattr(shown, name, None if id(inner) in seen else _shortened(inner, inner.__traceback__, seen))
     if isinstance(error, BaseExceptionGroup):
         for each, inner in zip(shown.exceptions or (), error.exceptions, strict=False):
-            _shorten(each, inner, inner.__traceback__)
+            _shorten(each, inner, inner.__traceback__, seen)
 
 
 def _is_ours(module: object) -> bool:

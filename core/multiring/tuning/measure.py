@@ -48,7 +48,7 @@ class Measured(NamedTuple):
 
 def algorithms_of(comm: Communicator, *, few: bool = False) -> list[str]:
     """The algorithms that run among these ranks in the canonical order; `few`: those that differ most."""
-    # Which there are does not depend on the size.
+    # Those for small arrays: of many hosts the divisions that connect the fewest.
     modes = [row.name for row in comm._core.algorithm_rows("allreduce", 1024, "canonical") if row.is_compared]
     if few:
         # The first one within hosts with each of those across them: in several dimensions where there are

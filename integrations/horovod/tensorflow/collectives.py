@@ -10,6 +10,7 @@ from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.differentiable import (
+    Reduction,
     allgather_all,
     allreduce_all,
     allreduce_one,
@@ -75,8 +76,9 @@ def allreduce(
         tf.errors.FailedPreconditionError: The ranks ask for different things, or a rank is lost or late.
         NotImplementedError: Rows with factors, or by another reduction than Average and Sum.
     """
-    scale = float(prescale_factor), float(postscale_factor)
-    return allreduce_one(tensor, op, average, scale, compression, name, process_set)
+    scale = prescale_factor, postscale_factor
+    how = Reduction(op, process_set, name, average, scale, compression)
+    return allreduce_one(tensor, how)
 
 
 def grouped_allreduce(
@@ -93,8 +95,9 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
 ) -> list[Tensor]:
     """`allreduce` of several tensors, all of which fail together. Differentiable."""
-    scale = float(prescale_factor), float(postscale_factor)
-    reduced: list[Tensor] = allreduce_all(tensors, op, average, scale, compression, name, process_set)
+    scale = prescale_factor, postscale_factor
+    how = Reduction(op, process_set, name, average, scale, compression)
+    reduced: list[Tensor] = allreduce_all(tensors, how)
     return reduced
 
 
@@ -164,8 +167,14 @@ def reducescatter(
     Raises:
         tf.errors.FailedPreconditionError: As `allreduce`; the tensor has no dimensions, or `op` is Adasum.
     """
-    scale = float(prescale_factor), float(postscale_factor)
-    return reducescatter_all([tensor], op, scale, compression, name, process_set, False)[0]
+    how = Reduction(
+        op=op,
+        scale=(prescale_factor, postscale_factor),
+        compression=compression,
+        name=name,
+        process_set=process_set,
+    )
+    return reducescatter_all([tensor], how, False)[0]
 
 
 def grouped_reducescatter(
@@ -179,8 +188,14 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors. Differentiable."""
-    scale = float(prescale_factor), float(postscale_factor)
-    shares: list[Tensor] = reducescatter_all(tensors, op, scale, compression, name, process_set, True)
+    how = Reduction(
+        op=op,
+        scale=(prescale_factor, postscale_factor),
+        compression=compression,
+        name=name,
+        process_set=process_set,
+    )
+    shares: list[Tensor] = reducescatter_all(tensors, how, True)
     return shares
 
 

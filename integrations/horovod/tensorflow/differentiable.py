@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -12,11 +13,12 @@ from multiring.horovod.host_calls import Asked
 from multiring.horovod.process_sets import ProcessSet
 from multiring.horovod.reduce_ops import Average, Sum, op_name, resolve_op
 from multiring.horovod.submissions import reduction
-from multiring.horovod.tensorflow.compression import Compressor
+from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.errors import raised_as_tensorflow
 from multiring.horovod.tensorflow.graph_calls import begin, call, name_in_graph
 
 __all__ = [
+    "Reduction",
     "allgather_all",
     "allreduce_all",
     "allreduce_one",
@@ -30,7 +32,43 @@ __all__ = [
 Tensor = Any
 Tensors = Sequence[Tensor]
 Backward = Callable[..., list[Tensor]]
-Scale = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a call that reduces is told beside its tensors.
+
+    Attributes:
+        op: The reduction.
+        process_set: Ranks that take part.
+        name: What the ranks match it by; None: in a graph its place there.
+        average: Its former way to say Average or Sum.
+        scale: Factors for each input and for the result.
+        compression: What tensors are made of on their way.
+    """
+
+    op: int | None
+    process_set: ProcessSet
+    name: str | None
+    average: bool | None = None
+    scale: tuple[float, float] = (1.0, 1.0)
+    compression: type[Compressor] = Compression.none
+
+    def allreduce(self, is_group: bool) -> Asked:
+        """An allreduce of this kind."""
+        asked = reduction(self.op, self.average, self.scale, self.process_set)
+        return Asked("allreduce", *asked, is_group=is_group)
+
+    def compressed(self, tensors: Tensors) -> tuple[list[Tensor], Callable[[Tensors], list[Tensor]]]:
+        """What tensors are made of on their way, and how results of the same are made again of such."""
+        pairs = [self.compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+
+        def restored(results: Tensors) -> list[Tensor]:
+            return [
+                self.compression.decompress(each, ctx) for each, (_, ctx) in zip(results, pairs, strict=True)
+            ]
+
+        return [each for each, _ in pairs], restored
 
 
 def as_is(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,54 +87,24 @@ def as_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @as_is
-def allreduce_one(
-    tensor: Tensor,
-    op: int | None,
-    average: bool | None,
-    scale: Scale,
-    compression: type[Compressor],
-    name: str | None,
-    process_set: ProcessSet,
-) -> Tensor:
+def allreduce_one(tensor: Tensor, how: Reduction) -> Tensor:
     """See `allreduce`."""
-    op = resolve_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
-        return _allreduce_slices(tensor, op, scale, name, process_set)()
-    return _allreduce_compressed([tensor], op, None, scale, compression, name, process_set, False)[0]
+        return _allreduce_slices(tensor, how)()
+    return _allreduce_compressed([tensor], how, False)[0]
 
 
 @as_is
-def allreduce_all(
-    tensors: Tensors,
-    op: int | None,
-    average: bool | None,
-    scale: Scale,
-    compression: type[Compressor],
-    name: str | None,
-    process_set: ProcessSet,
-) -> list[Tensor]:
+def allreduce_all(tensors: Tensors, how: Reduction) -> list[Tensor]:
     """See `grouped_allreduce`."""
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("IndexedSlices are not supported by grouped_allreduce; use allreduce")
-    if len(tensors) == 0:
-        return []
-    return _allreduce_compressed(tensors, op, average, scale, compression, name, process_set, True)
+    return _allreduce_compressed(tensors, how, True) if len(tensors) else []
 
 
-def _allreduce_compressed(
-    tensors: Tensors,
-    op: int | None,
-    average: bool | None,
-    scale: Scale,
-    compression: type[Compressor],
-    name: str | None,
-    process_set: ProcessSet,
-    is_group: bool,
-) -> list[Tensor]:
-    pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
-    asked = Asked("allreduce", *reduction(op, average, scale, process_set), is_group=is_group)
-    reduced = _allreduce(asked, [each for each, _ in pairs], name, process_set)
-    return [compression.decompress(each, ctx) for each, (_, ctx) in zip(reduced, pairs, strict=True)]
+def _allreduce_compressed(tensors: Tensors, how: Reduction, is_group: bool) -> list[Tensor]:
+    sent, restored = how.compressed(tensors)
+    return restored(_allreduce(how.allreduce(is_group), sent, how.name, how.process_set))
 
 
 @as_is
@@ -150,24 +158,16 @@ def alltoall_one(tensor: Tensor, splits: Any, name: str | None, process_set: Pro
 
 
 @as_is
-def reducescatter_all(
-    tensors: Tensors,
-    op: int,
-    scale: Scale,
-    compression: type[Compressor],
-    name: str | None,
-    process_set: ProcessSet,
-    is_group: bool,
-) -> list[Tensor]:
+def reducescatter_all(tensors: Tensors, how: Reduction, is_group: bool) -> list[Tensor]:
     """See `grouped_reducescatter`."""
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("IndexedSlices are not supported by reducescatter")
     if len(tensors) == 0:
         return []
-    pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
-    asked = Asked("reducescatter", op_name(op), *scale, is_group=is_group)
-    shares = _reducescatter(asked, [each for each, _ in pairs], name, process_set)
-    return [compression.decompress(each, ctx) for each, (_, ctx) in zip(shares, pairs, strict=True)]
+    sent, restored = how.compressed(tensors)
+    prescale, postscale = map(float, how.scale)
+    asked = Asked("reducescatter", op_name(how.op), prescale, postscale, is_group=is_group)
+    return restored(_reducescatter(asked, sent, how.name, how.process_set))
 
 
 def _with_gradient(
@@ -198,16 +198,15 @@ def _allreduce(asked: Asked, tensors: Tensors, name: str | None, process_set: Pr
     return _with_gradient(asked, tensors, name, process_set, backward)
 
 
-def _allreduce_slices(
-    slices: Any, op: int, scale: Scale, name: str | None, process_set: ProcessSet
-) -> Callable[[], Any]:
+def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
+    op, process_set = resolve_op(how.op, how.average), how.process_set
     if op not in (Average, Sum):
         raise NotImplementedError("The op parameter of a sparse allreduce has to be hvd.Average or hvd.Sum.")
-    if scale != (1.0, 1.0):
+    if how.scale != (1.0, 1.0):
         raise NotImplementedError(
             "prescale_factor and postscale_factor are not supported with tf.IndexedSlices"
         )
-    name = name_in_graph("allreduce of slices", name)
+    name = name_in_graph("allreduce of slices", how.name)
     asked = Asked("allgather")
     values = begin(asked, [slices.values], name and f"{name}.values", process_set)
     indices = begin(asked, [slices.indices], name and f"{name}.indices", process_set)
@@ -221,23 +220,16 @@ def _allreduce_slices(
     return wait
 
 
-def begin_allreduce(
-    tensors: Tensors,
-    compression: type[Compressor],
-    op: int,
-    scale: Scale,
-    name: str | None,
-    process_set: ProcessSet,
-) -> Callable[[], list[Tensor]]:
+def begin_allreduce(tensors: Tensors, how: Reduction) -> Callable[[], list[Tensor]]:
     """Submits an allreduce of one or several tensors, or of one `tf.IndexedSlices`, that no gradient goes
     through; gives a function that waits, and returns the results."""
     if isinstance(tensors[0], tf.IndexedSlices):
-        wait = _allreduce_slices(tensors[0], op, scale, name, process_set)
+        wait = _allreduce_slices(tensors[0], how)
         return lambda: [wait()]
-    asked = Asked("allreduce", *reduction(op, None, scale, process_set), is_group=len(tensors) > 1)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    start = begin(asked, [each for each, _ in pairs], name, process_set)
-    return lambda: [compression.decompress(each, ctx) for each, (_, ctx) in zip(start(), pairs, strict=True)]
+    asked = how.allreduce(is_group=len(tensors) > 1)
+    sent, restored = how.compressed(tensors)
+    start = begin(asked, sent, how.name, how.process_set)
+    return lambda: restored(start())
 
 
 def _allgather(asked: Asked, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:

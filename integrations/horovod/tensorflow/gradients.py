@@ -13,7 +13,7 @@ import tensorflow as tf
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average
 from multiring.horovod.tensorflow.compression import Compression, Compressor
-from multiring.horovod.tensorflow.differentiable import begin_allreduce
+from multiring.horovod.tensorflow.differentiable import Reduction, begin_allreduce
 from multiring.horovod.tensorflow.graph_calls import name_in_graph
 
 __all__ = ["GradientOptions", "LocalVariables", "identity_of"]
@@ -128,8 +128,14 @@ class GradientOptions:
             tensors = [results[k] for k in members]
             is_sparse = isinstance(tensors[0], tf.IndexedSlices)
             factors = (1.0, 1.0) if is_sparse else scale
-            wait = begin_allreduce(tensors, self.compression, self.op, factors, name, self.process_set)
-            started.append((members, wait))
+            how = Reduction(
+                op=self.op,
+                scale=factors,
+                compression=self.compression,
+                name=name,
+                process_set=self.process_set,
+            )
+            started.append((members, begin_allreduce(tensors, how)))
         failure: Exception | None = None
         for members, wait in started:
             try:

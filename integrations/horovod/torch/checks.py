@@ -40,7 +40,7 @@ def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
         raise ValueError("Tensor is required to be contiguous.")
     if tensor.device.type != "cpu":
         raise ValueError(f"Tensor is on {tensor.device}; only CPU tensors are supported. Use tensor.cpu().")
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def changed(tensor: Tensor) -> Tensor:

@@ -49,10 +49,9 @@ def _allreduce(
     parts = []
     for tensor, output, each in zip(inputs, outputs, names, strict=True):
         request = reduction_request(each, dtype_name(tensor), tuple(tensor.shape), asked, group)
-        given: tuple[Any, Any] = (
-            (tensor, output) if asked[0] == "adasum" else (as_array(tensor), as_array(output))
-        )
-        parts.append((request, start_allreduce(*given, request)))
+        source: Any = tensor if asked[0] == "adasum" else as_array(tensor)
+        target: Any = source if output is tensor else as_array(output)
+        parts.append((request, start_allreduce(source, target, request)))
 
     def finish(results: list[Any]) -> Any:
         if asked[0] == "adasum":

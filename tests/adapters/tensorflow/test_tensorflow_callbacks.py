@@ -17,7 +17,7 @@ from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.tensorflow import callbacks
 from tests.adapters.horovod.support import refused
-from tests.adapters.tensorflow.support import assert_same, make_distributed, share, train
+from tests.adapters.tensorflow.support import assert_same, loss_of, make_distributed, make_model, share, train
 from tests.on_ranks import on_ranks, same_everywhere
 
 
@@ -41,6 +41,27 @@ def test_state_is_broadcast_and_metrics_are_averaged(comm: Communicator) -> None
     assert not same_everywhere(comm, plain)
     average = callbacks.MetricAverage(weight=lambda: 1.0 + comm.rank, comm=comm)
     assert same_everywhere(comm, train(model, share(comm), average, epochs=2).history)
+
+
+def test_a_second_fit_traces_nothing_new(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+
+    def sync_buffers(model: Any, *rest: Any) -> None:
+        traced.append(model)
+        mt.sync_buffers(model, *rest)
+
+    monkeypatch.setattr(callbacks, "sync_buffers", sync_buffers)
+    start = callbacks.BroadcastInitialState(comm=comm)
+    model, other = make_distributed(comm), make_distributed(comm)
+    for each in (model, model, other, other):
+        train(each, share(comm), start)
+        assert_same(comm, each)
+    assert traced == [model, other]
+    plain = [make_model(keras, comm.rank) for _ in range(2)]  # without buffers
+    for each in plain:
+        each.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm), loss_of(keras))
+        train(each, share(comm), start)
+    assert traced[2:] == plain
 
 
 def rates(comm: Communicator, *added: Any, epochs: int) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import multiring
 from multiring import Communicator
 from multiring.torch_distributed import work as work_module
+from multiring.torch_distributed.meeting import connect_group
 from multiring.torch_distributed.work import GroupWork, Part
 from tests.adapters.torch_distributed.support import TIMEOUT, numbers, with_world, world
 from tests.nursery import Nursery
@@ -304,6 +306,23 @@ def test_a_timeout_counts_while_the_operation_waits_for_others(comm: Communicato
             assert time.monotonic() - begun < TIMEOUT.total_seconds() / 2
             refuses(multiring.MultiringError, "for rank 1", stuck.wait)
         comm.barrier()
+
+
+def test_an_error_of_init_process_group_is_shown_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = mock.Mock(**{"set.side_effect": RuntimeError("connection reset")})
+    given = mock.Mock(
+        store=gone, group_rank=0, group_size=1, timeout=TIMEOUT, group_id="0", global_ranks_in_group=[]
+    )
+    monkeypatch.setenv("MULTIRING_TRACEBACK", "short")
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(multiring.PeerLostError) as raised:
+        connect_group(given)
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    shown = capsys.readouterr().err
+    assert "of multiring not shown" in shown
+    assert "meeting.py" not in shown.partition("direct cause")[2]
 
 
 def _killed(comm: Communicator) -> str:

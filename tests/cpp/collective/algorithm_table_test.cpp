@@ -3,6 +3,7 @@
 #include "collective/plan/algorithm_table.h"
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -79,6 +80,21 @@ std::size_t sent_by(RankGroup& group, const AlgorithmRow& row, Collective collec
   return *std::ranges::max_element(bytes);
 }
 
+/// The row of that name, also where the model does not compare its dimensions at that size.
+AlgorithmRow row_at(const Layout& layout, std::size_t count, Collective collective, const std::string& name) {
+  const std::vector<AlgorithmRow> rows = table_of(layout, count, collective);
+  // Of a reduce-scatter's plans of an allreduce there is one, by whichever mode is quickest.
+  const auto base = [](const std::string& full) { return full.substr(0, full.find(':') + 1); };
+  const auto found = std::ranges::find_if(rows, [&](const AlgorithmRow& row) {
+    return base(name).empty() ? row.name == name : base(row.name) == base(name);
+  });
+  if (found != rows.end()) return *found;
+  PlanOptions options = collective_options(collective, count, layout.cluster().size());
+  options.order = layout.order;
+  options.mode = parse_mode(name);
+  return multiring::AlgorithmTable(layout.cluster(), {}, 1 << 20).rows(options).front();
+}
+
 TEST_P(AlgorithmTable, CountsWhatTheBusiestRankSends) {
   const Layout& layout = GetParam();
   GroupOptions options(layout.transport, layout.cluster().size(), 1 << 20);
@@ -94,15 +110,12 @@ TEST_P(AlgorithmTable, CountsWhatTheBusiestRankSends) {
     const std::size_t large = is_divided                             ? 8 * few_elements
                               : collective == Collective::kAllgather ? 3001
                                                                      : 20001;
-    const std::vector<AlgorithmRow> few = table_of(layout, few_elements, collective);
-    const std::vector<AlgorithmRow> many = table_of(layout, large, collective);
-    ASSERT_EQ(few.size(), many.size());
-    for (std::size_t index = 0; index < few.size(); ++index) {
-      if (!few[index].excluded.empty()) continue;
-      EXPECT_EQ(sent_by(group, many[index], collective, large) -
-                    sent_by(group, few[index], collective, few_elements),
-                many[index].rank_bytes - few[index].rank_bytes)
-          << collective_name(collective) << " by " << few[index].name;
+    for (const AlgorithmRow& few : table_of(layout, few_elements, collective)) {
+      if (!few.excluded.empty()) continue;
+      const AlgorithmRow many = row_at(layout, large, collective, few.name);
+      EXPECT_EQ(sent_by(group, many, collective, large) - sent_by(group, few, collective, few_elements),
+                many.rank_bytes - few.rank_bytes)
+          << collective_name(collective) << " by " << few.name;
     }
   }
 }
@@ -134,6 +147,40 @@ TEST(AlgorithmTableRows, HopsAreMessagesThatWaitForEachOther) {
   EXPECT_EQ(row_of(table_of({std::vector<int>(64, 1)}, 1000), "rounds").hops, 3);
 }
 
+// Each message of a ring waits for the one before, so a rank's messages to a neighbour are the hops.
+TEST(AlgorithmTableRows, ARingTakesItsHopsAmongNeighboursOnly) {
+  constexpr std::size_t kCount = 1001;  // one segment
+  for (const Layout& layout : {Layout{{1, 1, 1, 1, 1}, Order::kAny}, Layout{{2, 2, 2, 2}, Order::kAny},
+                               Layout{{1, 1, 1, 1, 1}, Order::kAny, TransportKind::kClusterRing}}) {
+    const auto hosts = static_cast<int>(layout.ranks.size());
+    const int each = layout.ranks.front();
+    const std::vector<AlgorithmRow> rows = table_of(layout, kCount);
+    const std::string mode = std::to_string(each) + "px" + std::to_string(hosts) + "r";
+    // A plan comes after the exchange of headers.
+    const std::size_t hops = row_of(rows, mode).hops - row_of(rows, "rounds").hops;
+    EXPECT_EQ(hops, 2U * static_cast<std::size_t>(hosts - 1));
+    GroupOptions options(layout.transport, layout.cluster().size(), 1 << 20);
+    options.layout = layout.ranks;
+    options.communicator.order = layout.order;
+    options.communicator.tuning = "0- " + mode;
+    RankGroup group(options);
+    group.run([&](Communicator& communicator) {
+      std::vector<float> data(kCount, 1.0F);
+      run(communicator, sum_in_place(data));
+      for (const float sum : data) ASSERT_EQ(sum, static_cast<float>(group.size()));
+    });
+    for (int rank = 0; rank < group.size(); ++rank) {
+      const std::map<int, std::size_t> sent = group.sent(rank).plan_peers.read();
+      EXPECT_FALSE(sent.empty());
+      for (const auto& [peer, messages] : sent) {
+        EXPECT_EQ(messages, hops) << rank << " to " << peer;
+        const int apart = (peer / each - rank / each + hosts) % hosts;
+        EXPECT_TRUE(apart == 1 || apart == hosts - 1) << rank << " to " << peer;
+      }
+    }
+  }
+}
+
 TEST(AlgorithmTableRows, SayWhyAnAlgorithmDoesNotRun) {
   const std::string order = "adds in the order of the ring (--order any)";
   EXPECT_EQ(row_of(table_of({{1, 1, 1, 1}}, 1000), "1px4r").excluded, order);
@@ -142,7 +189,34 @@ TEST(AlgorithmTableRows, SayWhyAnAlgorithmDoesNotRun) {
   EXPECT_EQ(row_of(table_of(line, 1000), "1px4r").excluded, "host 3 has no link to host 0");
   EXPECT_EQ(row_of(table_of(line, 1000), "1px4d").excluded, "host 0 has no link to host 2");
   EXPECT_EQ(row_of(table_of(line, 1000), "1px4c").excluded, "");
-  expect_usage([] { table_of({{4}}, 1000); }, "several hosts");
+}
+
+TEST(AlgorithmTableRows, AreChosenByTheModel) {
+  const auto chosen = [](const Cluster& cluster, std::size_t count, const char* mode = "",
+                         Order order = Order::kCanonical) {
+    PlanOptions options;
+    options.count = count;
+    options.order = order;
+    if (*mode != '\0') options.mode = parse_mode(mode);
+    return multiring::AlgorithmTable(cluster, {}, 256 * 1024).choice(options);
+  };
+  const Cluster many = make_cluster(std::vector(64, 4), kInterface);
+  EXPECT_EQ(chosen(many, 16).row.name, "rounds") << "few hops for small arrays";
+  EXPECT_FALSE(chosen(many, 16).plan);
+  const auto [row, plan] = chosen(many, 25 << 20);
+  EXPECT_EQ(row.name, "4px64p") << "few bytes for large ones";
+  EXPECT_TRUE(row.is_chosen);
+  EXPECT_GT(row.segments, 1U);
+  EXPECT_LT(limit_seconds(plan.value(), {}), row.seconds);
+  EXPECT_GT(limit_seconds(plan.value(), {}), 0.8 * row.seconds);
+  const Cluster eight = make_cluster(std::vector(8, 4), kInterface);
+  EXPECT_EQ(chosen(eight, 1 << 22, "4tx4x2t").row.name, "4tx4px2t") << "what is forced is kept";
+  EXPECT_EQ(chosen(eight, 1 << 22, "4x8r", Order::kAny).row.name, "4px8r");
+  expect_usage([&] { chosen(eight, 1 << 22, "4x8r"); }, "adds in the order of the ring");
+  expect_usage([&] { chosen(eight, 1, "4x9"); }, "for 36 ranks");
+  Cluster ring = eight;
+  ring.links = HostLinks::kRing;
+  expect_usage([&] { chosen(ring, 1, "4x8d"); }, "host 0 has no link to host 2");
 }
 
 TEST(AlgorithmTableRows, TheChosenOneIsWhatAJobRuns) {

@@ -119,5 +119,10 @@ TEST(FitCosts, RefusesWhatWasNotMeasured) {
       "mode 2x2");
 }
 
+TEST(FitCosts, AreOfSeveralHosts) {
+  const std::vector<AllreduceProbe> probes{{parse_algorithm("rounds"), 1024, 1e-5}};
+  expect_usage([&] { fit_costs(hosts_of({4}), probes, kStaging); }, "among several hosts");
+}
+
 }  // namespace
 }  // namespace multiring

@@ -4,43 +4,13 @@
 #include <vector>
 
 #include "engine/named_queue.h"
+#include "support/device_array.h"
 #include "support/errors.h"
-#include "support/fake_gpu.h"
-#include "support/operations.h"
 
 namespace multiring {
 namespace {
 
 using namespace testing;
-
-/// Floats on a device, and what an operation has to know of them.
-class DeviceArray {
- public:
-  DeviceArray(FakeGpu& gpu, int device, std::vector<float> values)
-      : gpu_(gpu), count_(values.size()), stream_(gpu.make_stream(device)) {
-    buffer_ = {gpu.allocate(device, bytes()), bytes(), MemoryKind::kDevice, device, stream_};
-    set(std::move(values));
-  }
-  /// By a kernel that has not run yet.
-  void set(std::vector<float> values) {
-    std::byte* const memory = gpu_.view(buffer_.address);
-    gpu_.launch(stream_, [memory, values = std::move(values)] {
-      std::memcpy(memory, values.data(), values.size() * sizeof(float));
-    });
-  }
-  std::vector<float> values() const {
-    const auto* const begin = reinterpret_cast<const float*>(gpu_.view(buffer_.address));
-    return {begin, begin + count_};
-  }
-  const Buffer& buffer() const { return buffer_; }
-  std::size_t bytes() const { return count_ * sizeof(float); }
-
- private:
-  FakeGpu& gpu_;
-  const std::size_t count_;
-  const std::uintptr_t stream_;
-  Buffer buffer_;
-};
 
 class DeviceArraysTest : public ::testing::TestWithParam<TransportKind> {
  protected:
@@ -51,24 +21,11 @@ class DeviceArraysTest : public ::testing::TestWithParam<TransportKind> {
   }
   DeviceArraysTest() : group_({GetParam(), kSize, kSmallStaging}) {}
 
-  /// `operation` on arrays of devices; null: that one is on the host, or there is none.
   Operation on_devices(Operation operation, const DeviceArray* input, const DeviceArray* output) {
-    operation.on_devices = std::make_unique<DeviceArrays>();
-    operation.on_devices->devices = devices_;
-    if (input != nullptr) {
-      operation.on_devices->input = input->buffer();
-      operation.input = input->buffer().address;
-    }
-    if (output != nullptr) {
-      operation.on_devices->output = output->buffer();
-      operation.output = output->buffer().address;
-      operation.output_bytes = output->bytes();
-    }
-    return operation;
+    return testing::on_devices(std::move(operation), devices_, input, output);
   }
   Operation allreduce(const DeviceArray& input, const DeviceArray& output, std::string_view name = {}) {
-    return on_devices(allreduce_of(DType::kFloat32, input.bytes() / sizeof(float), nullptr, nullptr, name),
-                      &input, &output);
+    return allreduce_of(input, output, devices_, name);
   }
   Operation collective(OpKind kind, const DeviceArray* input, std::size_t rows, int root = -1) {
     return on_devices(make_operation({.kind = kind, .rows = rows, .root = root}), input, nullptr);
@@ -206,15 +163,9 @@ TEST_P(DeviceArraysTest, PiecesOnDevicesAndOnTheHost) {
     const DeviceArray first = array(communicator.rank(), filled(3, mine));
     std::vector<float> second = filled(1000, mine);
     const DeviceArray third = array(communicator.rank(), filled(70, mine));
-    Operation operation = allreduce_of(DType::kFloat32, 1073, nullptr, nullptr);
-    operation.on_devices = std::make_unique<DeviceArrays>();
-    operation.on_devices->devices = devices_;
-    Buffer on_host{reinterpret_cast<std::byte*>(second.data()), second.size() * sizeof(float)};
-    for (const Buffer& each : {first.buffer(), on_host, third.buffer()}) {
-      operation.pieces.push_back({each.address, each.address, each.bytes});
-      operation.on_devices->pieces.push_back(each);
-    }
-    const auto work = communicator.submit(std::move(operation), 0, nullptr);
+    const Buffer on_host{reinterpret_cast<std::byte*>(second.data()), second.size() * sizeof(float)};
+    const auto work = communicator.submit(
+        allreduce_of_pieces({first.buffer(), on_host, third.buffer()}, devices_), 0, nullptr);
     work->wait(Deadline::never(), {});
     EXPECT_EQ(first.values(), filled(3, 3));
     EXPECT_EQ(second, filled(1000, 3));

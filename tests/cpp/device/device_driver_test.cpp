@@ -19,7 +19,7 @@ TEST(DeviceDriverTest, MissingFunctionIsNamed) {
   cuda::Driver driver;
   std::string why;
   EXPECT_FALSE(cuda::Driver::load("libm.so.6", &driver, &why));
-  expect_text(why, "libm.so.6 (driver of unknown version) has no function cuInit");
+  expect_text(why, "libm.so.6: driver of unknown version has no function cuInit: a newer driver is needed");
 }
 
 TEST(DeviceDriverTest, FoundOrNotItIsTheSameAgain) {

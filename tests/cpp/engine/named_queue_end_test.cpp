@@ -25,6 +25,8 @@ GroupOptions impatient(int size, double timeout) {
 
 using Queue = std::shared_ptr<NamedQueue>;
 
+constexpr std::size_t kLarge = 16 * 1024;  // elements of an operation that runs on the thread of its own
+
 /// Runs `body` on all ranks, each of which has a queue and an array.
 void on_queues(const GroupOptions& options,
                const std::function<void(Communicator&, const Queue&, Array&)>& body) {
@@ -234,7 +236,7 @@ TEST(NamedQueueErrors, CloseInAWarningOnlyBegins) {
     RankGroup group(options);
     group.run([&](Communicator& communicator) {
       const auto queue = queue_over(communicator);
-      Array array(4, 1);
+      Array array(kLarge, 1);
       Array other(4, 1);
       if (communicator.rank() == 0) {
         const std::lock_guard lock(mutex);
@@ -255,6 +257,27 @@ TEST(NamedQueueErrors, CloseInAWarningOnlyBegins) {
       EXPECT_TRUE(queue->close());
     });
   }
+}
+
+// It runs on the control thread, and its peer's part of it waits behind a callback.
+TEST(NamedQueueErrors, CloseEndsASmallOperationInProgress) {
+  Latch ended(1);
+  on_queues(impatient(2, 60), [&](Communicator& communicator, const Queue& queue, Array& array) {
+    Array large(kLarge, 1);
+    if (communicator.rank() == 1) {
+      queue->submit(sum_of(large, "large", [&](const Error*, auto) { ended.wait(); }));
+      Latch over(1);  // with a result, for rank 0 has brought its part, or without
+      queue->submit(sum_of(array, "small", [&](const Error*, auto) { over.count_down(); }));
+      run_barrier(communicator);
+      return over.wait();
+    }
+    wait(submit(*queue, large, "large"));
+    const auto work = submit(*queue, array, "small");
+    run_barrier(communicator);
+    EXPECT_TRUE(queue->close());
+    error_of_work(ErrorKind::kAborted, work, "closed");
+    ended.count_down();
+  });
 }
 
 TEST(NamedQueueErrors, WhatACallbackRaisesBreaksTheQueue) {

@@ -150,6 +150,30 @@ TEST_P(NamedQueueTest, CallbacksMaySubmit) {
   });
 }
 
+// To wake another thread for them takes longer than they do.
+TEST(NamedQueue, SmallOperationsThatComeAloneRunOnOneThread) {
+  RankGroup(GroupOptions(TransportKind::kInproc, 2, kSmallStaging)).run([](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    const auto thread_of = [&](std::size_t count, const std::string& name) {
+      std::thread::id thread;
+      Array array(count, 1);
+      Latch finished(1);
+      queue->submit(sum_of(array, name, [&](const Error* error, auto) {
+        EXPECT_EQ(error, nullptr);
+        thread = std::this_thread::get_id();
+        finished.count_down();
+      }));
+      finished.wait();
+      EXPECT_EQ(array, Array(count, 2));
+      return thread;
+    };
+    const std::thread::id control = thread_of(1, "one");
+    EXPECT_EQ(thread_of(2 * 1024, "few"), control);
+    EXPECT_NE(thread_of(16 * 1024, "many"), control);
+    queue->close();
+  });
+}
+
 TEST_P(NamedQueueTest, TheCommunicatorIsFreeMeanwhile) {
   group_.run([](Communicator& communicator) {
     const auto queue = queue_over(communicator);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "base/error.h"
@@ -34,6 +35,9 @@ PlanOptions options_for(const char* mode, std::size_t count) {
   options.count = count;
   return options;
 }
+
+/// Seconds in which whole chunks pass.
+double predict(const Plan& plan, const CostModel& model) { return predict_steps(plan, model).seconds(1); }
 
 double seconds_of(const Cluster& cluster, const char* mode, std::size_t count,
                   Order order = Order::kCanonical) {
@@ -120,67 +124,56 @@ TEST(CostModel, NoPlanIsBelowTheLimit) {
                                               Collective::kAllgather, Collective::kBroadcast}) {
             PlanOptions options = collective_options(collective, count, cluster.size());
             options.order = order;
-            const Plan plan = choose_plan(cluster, options, {});
-            EXPECT_LE(limit_seconds(plan, {}), predict(plan, {}) * (1.0 + 1e-3))
-                << collective_name(collective) << " " << hosts << "x" << ranks << ", " << count;
+            for (const PlanOptions& each : plan_options(cluster, options, count * sizeof(float), {})) {
+              const Plan plan(cluster, each);
+              EXPECT_LE(limit_seconds(plan, {}), predict(plan, {}) * (1.0 + 1e-3))
+                  << collective_name(collective) << " " << hosts << "x" << ranks << ", " << count << ", "
+                  << format_mode(each.mode);
+            }
           }
         }
 }
 
-TEST(ChoosePlan, TakesFewRoundsForSmallAndFewBytesForLargeMessages) {
-  const Cluster cluster = make_cluster(std::vector(64, 4), {{10 * kGigabit, 20e-6}});
-  const Plan small = choose_plan(cluster, options_for("", 1000), {});
-  EXPECT_EQ(format_mode(small.mode()), "4tx64d") << "over one rank of each host";
-  EXPECT_EQ(small.segments(), 1U);
-  const Plan large = choose_plan(cluster, options_for("", 25 << 20), {});
-  EXPECT_EQ(format_mode(large.mode()), "4px64p");
-  EXPECT_GT(large.segments(), 1U);
-  EXPECT_LT(limit_seconds(large, {}), predict(large, {}));
-  EXPECT_GT(limit_seconds(large, {}), 0.8 * predict(large, {}));
-}
-
-TEST(ChoosePlan, NothingElseIsClearlyFaster) {
-  const Cluster cluster = make_cluster(std::vector(6, 2), {{kGigabit, 50e-6}, {kGigabit / 4, 50e-6}});
-  for (std::size_t count = 1; count < (1U << 26); count *= 8) {
-    const double chosen = predict(choose_plan(cluster, options_for("", count), {}), {});
-    for (const char* const mode : {"2px6p", "2tx6d", "2tx6t", "2px6d", "2tx6p", "2px6t"})
-      for (const int channels : {1, 2})
-        for (const std::size_t segment : {0UL, 4096UL, 65536UL, 1048576UL}) {
-          PlanOptions options = options_for(mode, count);
-          options.channels = channels;
-          options.segment = segment;
-          EXPECT_LE(chosen, predict(Plan(cluster, options), {}) * 1.02) << mode << " " << count;
-        }
-  }
-}
-
-TEST(ChoosePlan, KeepsWhatIsForced) {
-  const Cluster cluster = make_cluster(std::vector(8, 4), {{kGigabit, 50e-6}});
-  EXPECT_EQ(format_mode(choose_plan(cluster, options_for("4tx4x2t", 1 << 22), {}).mode()), "4tx4px2t");
-  PlanOptions options = options_for("4x8r", 1 << 22);
-  EXPECT_THROW(choose_plan(cluster, options, {}), Error);
-  options.order = Order::kAny;
-  options.segment = 999;
-  EXPECT_EQ(format_mode(choose_plan(cluster, options, {}).mode()), "4px8r");
-  EXPECT_EQ(choose_plan(cluster, options, {}).segment(), 999U);
-  EXPECT_THROW(choose_plan(cluster, options_for("4x9", 1), {}), Error);
-}
-
-TEST(ChoosePlan, DividesAThousandRanksInTime) {
-  const Cluster cluster = make_cluster(std::vector(256, 4), {{10 * kGigabit, 20e-6}});
-  const Plan plan = choose_plan(cluster, options_for("", 25 << 20), {});
-  EXPECT_GT(predict(plan, {}), limit_seconds(plan, {}));
-  EXPECT_EQ(plan.parts_across_hosts(), 1U);
-}
-
-TEST(ChoosePlan, HasAnEndForManyDimensions) {
+TEST(PlanOptions, HaveAnEndForManyDimensions) {
   const Cluster cluster = make_cluster(std::vector(512, 2), {{10 * kGigabit, 20e-6}});
   PlanOptions options = options_for("2x2x2x2x2x2x2x2x2x2", 1 << 20);
   options.order = Order::kAny;
-  EXPECT_EQ(choose_plan(cluster, options, {}).mode().size(), 10U);
-  const Plan mixed = choose_plan(cluster, options_for("2x1x4tx16x8", 1 << 20), {});
-  EXPECT_EQ(mixed.mode()[2].algorithm, Algorithm::kTree);
-  EXPECT_EQ(mixed.mode()[1].algorithm, Algorithm::kPairwise);
+  EXPECT_LT(plan_options(cluster, options, 1 << 20, {}).size(), 50U);
+  const std::vector<PlanOptions> mixed =
+      plan_options(cluster, options_for("2x1x4tx16x8", 1 << 20), 1 << 20, {});
+  ASSERT_FALSE(mixed.empty());
+  for (const PlanOptions& each : mixed) {
+    EXPECT_EQ(each.mode[2].algorithm, Algorithm::kTree) << "as forced";
+    EXPECT_EQ(each.mode[1].algorithm, Algorithm::kPairwise) << "alone";
+  }
+}
+
+/// The dimensions in which `bytes` cross hosts, at a message for each rank and other ones of a host.
+std::string divided(const std::vector<int>& ranks, std::size_t bytes, double message_seconds = 5e-6) {
+  CostModel model;
+  model.message_seconds = message_seconds;
+  std::string text;
+  for (const Mode& mode : divided_modes(make_cluster(ranks, {{10 * kGigabit, 20e-6}}), bytes, model))
+    text += (text.empty() ? "" : " ") + format_mode(mode);
+  return text;
+}
+
+TEST(DividedModes, FollowFromWhatMessagesCost) {
+  const auto hosts = [](int count, int ranks = 1) {
+    return std::vector<int>(static_cast<std::size_t>(count), ranks);
+  };
+  EXPECT_EQ(divided(hosts(4), 1024), "") << "a hop takes longer than the messages that it saves";
+  EXPECT_EQ(divided(hosts(4), 1024, 50e-6), "1x2x2");
+  EXPECT_EQ(divided(hosts(16), 1024), "1x4x4");
+  EXPECT_EQ(divided(hosts(16), 4 << 20), "") << "the bytes decide, and they are the same";
+  EXPECT_EQ(divided(hosts(64), 1024), "1x8x8 1x4x4x4");
+  EXPECT_EQ(divided(hosts(64), 512 << 10), "1x8x8 1x4x4x4");
+  EXPECT_EQ(divided(hosts(37, 4), 1024), "") << "no sizes to divide them by";
+  EXPECT_EQ(divided(hosts(20, 4), 128 << 10), "4x4x5") << "five hosts first would be no node of the tree";
+  std::vector<int> uneven = hosts(64, 4);
+  uneven[63] = 1;
+  EXPECT_EQ(divided(uneven, 1024), "4x8x8 4x4x4x4");
+  EXPECT_EQ(divided({4}, 1024), "");
 }
 
 TEST(CostModel, RefusesSpeedsThatAreNone) {

@@ -5,6 +5,7 @@
 #include <array>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/errors.h"
@@ -63,7 +64,7 @@ void expect_correct(const Cluster& cluster, const PlanOptions& options) {
 TEST(Plan, EveryAlgorithmSumsOnEveryClusterAndCount) {
   for (const Cluster& cluster : clusters_to_try())
     for (const Order order : {Order::kCanonical, Order::kAny})
-      for (const Mode& mode : combinations(automatic_mode(cluster), order))
+      for (const Mode& mode : combinations(flat_mode(cluster), order))
         for (const std::size_t count : kCounts) expect_correct(cluster, options_for(mode, count, order));
 }
 
@@ -78,13 +79,26 @@ TEST(Plan, SumsInThreeAndFourDimensions) {
   }
 }
 
+// Of hosts that differ each counts as the largest.
+TEST(Plan, SumsInSeveralDimensionsOfHostsThatDiffer) {
+  const std::pair<std::vector<int>, const char*> clusters[] = {
+      {{1, 3, 2, 2}, "3x2x2"}, {{4, 1, 1, 2, 3, 1}, "4x3x2"}, {{1, 2, 1, 1, 2, 3, 1, 1}, "3x2x2x2"}};
+  for (const auto& [layout, text] : clusters)
+    for (const Placement placement : {Placement::kBlocks, Placement::kRoundRobin})
+      for (const Order order : {Order::kCanonical, Order::kAny})
+        for (const Mode& mode : combinations(parse_mode(text), order))
+          for (const std::size_t count : {std::size_t{1}, std::size_t{1003}})
+            expect_correct(make_cluster(layout, {{1e9, 0.0}}, {}, placement),
+                           options_for(mode, count, order));
+}
+
 TEST(Plan, SumsOverStripesOfUnequalInterfaces) {
   for (Cluster cluster : clusters_to_try()) {
     for (std::size_t host = 0; host < cluster.hosts.size(); ++host) {
       cluster.hosts[host].interfaces = {{1e9, 0.0}, {0.25e9, 0.0}, {3e9, 0.0}};
       if (host % 3 == 1) cluster.hosts[host].interfaces.pop_back();
     }
-    for (const Mode& mode : combinations(automatic_mode(cluster)))
+    for (const Mode& mode : combinations(flat_mode(cluster)))
       for (const std::size_t count : {std::size_t{1}, std::size_t{5000}, kLarge})
         expect_correct(cluster, options_for(mode, count));
   }
@@ -146,7 +160,7 @@ TEST(Plan, SendsTheLeastBytesWhereHostsAreAligned) {
       expect_least_bytes(cluster, options_for({}, kDivisible));
     }
     for (const Algorithm algorithm : {Algorithm::kPairwise, Algorithm::kRing}) {
-      Mode mode = automatic_mode(cluster);
+      Mode mode = flat_mode(cluster);
       mode[1].algorithm = algorithm;
       expect_least_bytes(cluster, options_for(mode, kDivisible, Order::kAny));
     }
@@ -189,7 +203,6 @@ TEST(Plan, AsManyExchangesAcrossHostsAsRanksOnAHost) {
   EXPECT_EQ(plan.steps()[1].groups.size(), 4U);
   EXPECT_EQ(plan.steps()[2].phase, Phase::kAllGather);
   EXPECT_EQ(plan.steps()[3].dimension, 0);
-  EXPECT_EQ(plan.largest_chunk(), std::size_t{1 << 20} / 32);
   const Traffic traffic = total_traffic(plan);
   for (const RankTraffic& rank : traffic.ranks()) EXPECT_EQ(rank.sent, (1U << 18) * 4 * 7 / 4);
 }
@@ -198,14 +211,6 @@ TEST(Plan, OneRankPerHostAndNothingToReduceNeedNoSteps) {
   EXPECT_TRUE(Plan(make_cluster(std::vector{1}, {}), options_for({}, 100)).steps().empty());
   EXPECT_TRUE(Plan(make_cluster(std::vector{2, 2}, {{1e9, 0.0}}), options_for({}, 0)).steps().empty());
   EXPECT_EQ(Plan(make_cluster(std::vector{1, 1}, {{1e9, 0.0}}), options_for({}, 9)).steps().size(), 2U);
-}
-
-TEST(Plan, SegmentsCoverTheLargestChunk) {
-  PlanOptions options = options_for({}, 1 << 20);
-  options.segment = 1000;
-  const Plan plan(make_cluster(std::vector{2, 2}, {{1e9, 0.0}}), options);
-  EXPECT_EQ(plan.segments(), ((1U << 18) + 999) / 1000);
-  EXPECT_EQ(Plan(plan.cluster(), options_for({}, 1 << 20)).segments(), 1U);
 }
 
 // Half of what a host sends in a dimension of rings goes each way.

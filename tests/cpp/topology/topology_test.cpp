@@ -137,26 +137,14 @@ TEST(Mode, ThatDoesNotFitSaysTheNumbers) {
   expect_text(refused("4dx12"), "only the last dimension");
   expect_text(refused("16777216x16777216x16777216"), "more than 16777216 ranks");
   const Cluster irregular = make_cluster(std::vector{1, 3}, {{1e9, 0.0}});
-  expect_usage([&] { require_fit(parse_mode("2x2"), irregular); }, "as many ranks on every host");
-  EXPECT_EQ(format_mode(automatic_mode(irregular)), "3x2");
-  EXPECT_EQ(format_mode(automatic_mode(alike(1, 4))), "4");
-  EXPECT_EQ(format_mode(automatic_mode(alike(5, 1))), "1x5");
-}
-
-TEST(Modes, DivideManyHosts) {
-  const auto automatic = [](int hosts, int ranks) {
-    return format_mode(automatic_mode(alike(hosts, ranks)));
-  };
-  EXPECT_EQ(automatic(8, 4), "4x8");
-  EXPECT_EQ(automatic(16, 4), "4x4x4");
-  EXPECT_EQ(automatic(32, 4), "4x4x4x2");
-  EXPECT_EQ(automatic(64, 4), "4x4x4x4");
-  EXPECT_EQ(automatic(37, 4), "4x37") << "no sizes to divide them by";
-  EXPECT_EQ(automatic(20, 4), "4x4x5") << "five hosts first would be no node of the canonical tree";
-  EXPECT_EQ(automatic(36, 3), "3x4x3x3") << "a host has two sums to pass on, and so have four and twelve";
-  std::vector<int> uneven(64, 4);
-  uneven[63] = 1;
-  EXPECT_EQ(format_mode(automatic_mode(make_cluster(uneven, {{1e9, 0.0}}))), "4x4x4x4");
+  for (const char* const other : {"2x2", "2x3"})
+    expect_usage(
+        [&] { require_fit(parse_mode(other), irregular); },
+        "does not fit the ranks, 4 (2 hosts with up to 3 ranks each); where hosts differ each counts as "
+        "the largest: 3x2");
+  EXPECT_EQ(format_mode(flat_mode(irregular)), "3x2");
+  EXPECT_EQ(format_mode(flat_mode(alike(1, 4))), "4");
+  EXPECT_EQ(format_mode(flat_mode(alike(5, 1))), "1x5");
 }
 
 TEST(Stripes, CoverEveryRangeInProportion) {

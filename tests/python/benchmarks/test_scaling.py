@@ -84,6 +84,20 @@ def test_simulated_times_are_above_the_limit(contender: str) -> None:
 
 
 @simulated
+def test_a_ring_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four hosts: six hops, where a pairwise exchange takes two."""
+    sizes = (4096, 2_097_152)
+    monkeypatch.setenv("MULTIRING_MODE", "4px4p")
+    pairwise = simulation.simulate(PROGRAM, OURS, 16, MACHINE, sizes)
+    monkeypatch.setenv("MULTIRING_MODE", "4px4r")
+    monkeypatch.setenv("MULTIRING_ORDER", "any")
+    ring = simulation.simulate(PROGRAM, OURS, 16, MACHINE, sizes)
+    assert ring[4096] - pairwise[4096] > 4 * 2 * MACHINE.latency
+    limit = 2 * 3 / 4 * sizes[1] / (MACHINE.bytes_per_second * MACHINE.usable)
+    assert limit < ring[sizes[1]] < 20 * limit
+
+
+@simulated
 @pytest.mark.parametrize("contender", COPYING)
 def test_messages_without_data_take_as_long(contender: str) -> None:
     sizes = (262_144, 2_097_152)

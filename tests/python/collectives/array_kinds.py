@@ -39,7 +39,7 @@ def bits_of(x: Any) -> Bits:
         is_bfloat16 = x.dtype == torch.bfloat16
         x = x.detach().cpu()
         return x.view(torch.int16).numpy().view(np.uint16) if is_bfloat16 else x.numpy()
-    if hasattr(x, "__cuda_array_interface__"):
+    if hasattr(x, "get"):  # of a device
         x = x.get()
     bits = np.asarray(memoryview(x) if isinstance(x, bytes) else x)  # NumPy takes bytes for a text
     return bits.view(np.uint16) if bits.dtype.name == "bfloat16" else bits

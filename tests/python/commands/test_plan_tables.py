@@ -12,7 +12,7 @@ from tests.support import refused
 
 def test_the_documentation_shows_what_is_printed() -> None:
     found = blocks(PAGE.read_text() + "\n")
-    assert len(found) == 20
+    assert len(found) == 23
     for command, block in found:
         assert block == shown(command)
 
@@ -41,8 +41,34 @@ def test_json_has_the_same_rows() -> None:
     assert "--order any" in found[-1]["excluded"]
 
 
-def test_one_host_has_nothing_to_choose() -> None:
-    assert "algorithms across hosts need several hosts" in refused("plan", "--hosts", "1x4", "--explain")
+def test_one_host_has_algorithms_of_its_own() -> None:
+    """Small arrays in rounds; from some size on slices, where they lie if that memory is shared."""
+
+    def rows(nbytes: str, *arguments: str) -> dict[str, dict[str, Any]]:
+        found = json.loads(printed("--hosts", "1x2", "--bytes", nbytes, "--json", *arguments))["algorithms"]
+        return {row["name"]: row for row in found}
+
+    def chosen(nbytes: str, *arguments: str) -> list[str]:
+        found = rows(nbytes, *arguments).items()
+        return sorted(name for name, row in found if row.get("is_chosen"))
+
+    assert chosen("256") == ["rounds"]
+    assert chosen("1K") == ["direct", "rounds"]
+    assert chosen("2K") == ["direct", "staged"]
+    assert rows("2K")["direct"]["needs"] == "arrays in symmetric memory"
+    assert rows("1M")["rounds"]["excluded"] == "more than staging memory holds"
+    assert chosen("8000", "--oversubscribed") == ["rounds"]
+    assert chosen("8K", "--oversubscribed") == ["direct", "rounds"]
+    assert chosen("32K", "--oversubscribed") == ["direct", "staged"]
+    alone = printed("--hosts", "1x2", "--bytes", "1M", "--mode", "staged")
+    assert [line.split()[0] for line in alone.splitlines()[3:]] == ["mode", "staged"]
+    for told, *words in (
+        ("no choice of algorithms on one host", "1x2", "--collective", "broadcast"),
+        ("a rank alone needs no algorithm", "1x1"),
+        ("--oversubscribed is for one host", "2x2", "--oversubscribed"),
+        ("staged are no algorithm of allreduce", "2x2", "--mode", "staged"),
+    ):
+        assert told in refused("plan", "--explain", "--hosts", *words)
 
 
 def test_rounds_alone() -> None:

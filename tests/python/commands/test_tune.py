@@ -97,7 +97,7 @@ def test_jobs_follow_a_file_with_the_same_bits(nursery: Nursery, file: Path) -> 
 def test_other_clusters_do_without_rules_and_rank_0_warns(nursery: Nursery, file: Path) -> None:
     found = nursery.values(4, follow, str(file), init=False, hosts=3)
     assert all(has_costs(tuning) and "rounds" not in tuning for tuning, _ in found)
-    told = "line 2 of the tuning: mode 2tx2d needs as many ranks on every host"
+    told = "line 2 of the tuning: mode 2tx2d does not fit the ranks, 4 (3 hosts with up to 2 ranks each)"
     assert nursery.output().count(told) == 1, nursery.output()
 
 

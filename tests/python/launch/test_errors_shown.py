@@ -100,10 +100,13 @@ try:
     if comm.rank == 0:
         time.sleep(600)
     comm.barrier()
-except KeyboardInterrupt:
+except KeyboardInterrupt as interrupt:
     print("saved by", comm.rank, file=sys.stderr)
     if sys.argv[1:] and comm.rank == 0:  # which nothing but Ctrl-C wakes
-        raise ValueError("the disk is full")
+        names = {}
+        write = "def write(cause): raise ValueError('the disk is full') from cause"
+        exec(compile(write, "/site-packages/checkpoints.py", "exec"), names)
+        names["write"](interrupt)
     raise
 """
 
@@ -163,35 +166,53 @@ def test_an_error_of_the_program_beside_one_of_a_framework_is_shown() -> None:
         except BaseException as error:
             return traceback_text(error, error.__traceback__)
 
-    before = shown_of(ValueError("no data"), UnknownError(text))
-    assert "ValueError: no data\n\nDuring handling" in before
-    assert before.endswith("\nmultiring.errors.PeerLostError: rank 0 on a, lost rank 1\n")
+    for first in (ValueError("no data"), errors.UsageError("no data")):
+        before = shown_of(first, UnknownError(text))
+        assert "Error: no data\n\nDuring handling" in before
+        assert before.endswith("\nmultiring.errors.PeerLostError: rank 0 on a, lost rank 1\n")
+    assert shown_of(errors.PeerLostError(str(lost)), UnknownError(text)).count("Traceback") == 1
     for error in (OSError(f"not written after {text}"), errors.UsageError("no place")):
         shown = shown_of(UnknownError(text), error)
         assert "PeerLostError: rank 0 on a, lost rank 1\n\nDuring handling" in shown
         assert str(error) in shown.split("During handling")[1]
 
 
-LAUNCH = """
-import multiring
-def fail():
-    comm = multiring.init()
-    if comm.rank == 1:
-        undefined
-    comm.barrier()
-multiring.launch(fail)
+def test_errors_that_are_causes_of_each_other_are_shown_once() -> None:
+    lost = errors.PeerLostError("rank 0 on a, lost rank 1")
+    framework, wrong = UnknownError(f"Detected at node x\n{text_of(lost)}\n"), errors.UsageError("no data")
+    try:
+        raise framework from wrong
+    except UnknownError:
+        try:
+            raise wrong from framework
+        except errors.UsageError as error:
+            shown = traceback_text(error, error.__traceback__)
+    assert shown.count("Traceback") <= 3
+    assert shown.endswith("UsageError: no data\n")
+    assert shown.count("PeerLostError: rank 0 on a, lost rank 1") == 1
+
+
+@pytest.mark.full
+def test_errors_of_torch_distributed_are_shown_once() -> None:
+    """Its hook begins each line with the rank."""
+    pytest.importorskip("torch")
+    script = """
+import sys, torch
+from torch import distributed as dist
+dist.init_process_group("multiring")
+if sys.argv[1] == "mismatch":
+    dist.all_reduce(torch.ones(3 + dist.get_rank()))
+elif dist.get_rank() == 1:
+    {}["no such key"]
+dist.barrier()
 """
-
-
-def test_an_error_of_launch_has_one_cause() -> None:
-    pytest.importorskip("cloudpickle")
-    shown = run_python(LAUNCH, QUIET).stderr
-    assert shown.startswith("Traceback (most recent call last):\n")
-    assert shown.count("Traceback") == 2
-    assert shown.count("direct cause") == 1
-    assert shown.count("NameError: name 'undefined' is not defined") == 2, "of the rank, and in the RankError"
-    assert "caller.py" not in shown
-    assert shown.splitlines()[-1].startswith("multiring.errors.RankError: rank 1 (process ")
+    env = QUIET | {"MULTIRING_TRACEBACK": "short"}
+    shown = run_job(2, script, "mismatch", env=env, code=1).stderr
+    assert shown.count("Traceback") == 1
+    assert "MismatchError: " in shown.splitlines()[-1]
+    shown = run_job(2, script, "key", env=env, code=1).stderr
+    assert shown.endswith("\n[1] KeyError: 'no such key'\n")
+    assert shown.count("Traceback") == 1
 
 
 def test_a_script_that_does_not_compile_is_told_once() -> None:

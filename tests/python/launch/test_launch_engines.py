@@ -171,7 +171,7 @@ class EngineRank:
     def __init__(self, directory: Path, processes: ExitStack) -> None:
         self.directory = directory
         wait = f"touch {directory}/ready; until [ -e {directory}/go ]; do sleep 0.02; done; exit 5"
-        order = dict.fromkeys(("module", "output_dir", "tag_output"), None)
+        order = dict.fromkeys(("module", "output_dir", "tag_output", "devices"), None)
         order |= {"program": ["sh", "-c", wait], "bind": "none", "directory": str(directory), "hosts": [1]}
         order |= {"coloured": False, "stdin": False}
         pipe = subprocess.PIPE

@@ -191,6 +191,17 @@ def test_hosts_that_are_named_need_no_word_of_slurm(
     assert "n[1-2], are not known: no scontrol; name them by -H" in capfd.readouterr().err
 
 
+def test_ranks_of_each_host_see_its_devices(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
+    words = ["run", "-H", "127.0.0.2:2,localhost:1", "--ssh", ssh, "--devices", "5,6", "--"]
+    assert cli.main([*words, "sh", "-c", "echo $MULTIRING_RANK sees $CUDA_VISIBLE_DEVICES"]) == 0
+    shown = capfd.readouterr().out
+    for line in ("0 sees 5", "1 sees 6", "2 sees 5"):
+        assert line in shown
+    # No host is connected to.
+    assert cli.main(["run", "-H", "127.0.0.2:2", "--ssh", "false", "--devices", "5", "true"]) == 2
+    assert "2 ranks on a host and 1 device (--devices 5)" in capfd.readouterr().err
+
+
 def _refuse(*_: object, **__: object) -> None:
     raise OSError("no scontrol")
 

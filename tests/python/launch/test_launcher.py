@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from multiring.commands.launcher import binding, foreign_variables, rank_starter
+from multiring.commands.launcher.devices import device_environments
 from multiring.commands.launcher.report import RankEnd, blame, failure_report
 from multiring.errors import UsageError
 from tests.support import REPOSITORY, Job, executable, run_job, run_multiring, start_job
@@ -230,6 +232,87 @@ def test_shares_are_equal_contiguous_and_apart() -> None:
     assert binding.shares([0, 1], 3, None) is None, "they outnumber processors"
     with pytest.raises(UsageError, match="--bind none"):
         binding.shares([0, 1], 3, "core")
+
+
+def given(root: Path, devices: str | None, ranks: int, **environ: str) -> list[dict[str, str]]:
+    return device_environments(devices, ranks, environ, root)
+
+
+def both(*names: str) -> list[dict[str, str]]:
+    return [{"CUDA_VISIBLE_DEVICES": name, "HIP_VISIBLE_DEVICES": name} for name in names]
+
+
+def make_files(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+def test_each_rank_sees_the_device_that_is_named_for_it(tmp_path: Path) -> None:
+    assert given(tmp_path, None, 2) == [{}, {}]
+    make_files(
+        tmp_path, "dev/kfd"
+    )  # the maker is not known: NVIDIA's files come when the driver is first used
+    assert given(tmp_path, "0,2", 2) == both("0", "2")
+    assert given(tmp_path, "GPU-1, MIG-GPU-8f/1/0", 2) == both("GPU-1", "MIG-GPU-8f/1/0")
+    assert given(tmp_path, "4, 4", 2, CUDA_VISIBLE_DEVICES="4,5") == both("4", "4")
+
+
+@pytest.mark.parametrize("name", ["0-3", "cuda:1", "AUTO", "all", "-1", "", "NoDevFiles", "\u0663"])
+def test_names_of_no_device_are_refused(tmp_path: Path, name: str) -> None:
+    for devices in (name, f"0,{name}"):
+        with pytest.raises(UsageError, match=f"{re.escape(repr(name))} is no device; give auto, or"):
+            given(tmp_path, devices, 1)
+
+
+def test_devices_that_the_user_has_hidden_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="0 is not in CUDA_VISIBLE_DEVICES=5"):
+        given(tmp_path, "5,0", 2, CUDA_VISIBLE_DEVICES="5")
+    with pytest.raises(UsageError, match="1 is not in HIP_VISIBLE_DEVICES=0,-1,1"):
+        given(tmp_path, "1", 1, HIP_VISIBLE_DEVICES="0,-1,1")
+    assert given(tmp_path, "0", 1, ROCR_VISIBLE_DEVICES="5") == both("0")  # as Slurm sets it everywhere
+    make_files(tmp_path, "dev/kfd")
+    with pytest.raises(UsageError, match="ROCR_VISIBLE_DEVICES, by which HIP numbers devices anew"):
+        given(tmp_path, "0", 1, ROCR_VISIBLE_DEVICES="5")
+
+
+def test_devices_of_nvidia_are_found(tmp_path: Path) -> None:
+    def found(ranks: int, **environ: str) -> list[str]:
+        return [one["CUDA_VISIBLE_DEVICES"] for one in given(tmp_path, "auto", ranks, **environ)]
+
+    assert found(1, CUDA_VISIBLE_DEVICES="5,7") == ["5"]
+    make_files(tmp_path, "dev/kfd", "dev/dri/renderD128")
+    with pytest.raises(UsageError, match="auto knows NVIDIA's GPUs only: name those of AMD"):
+        found(1, CUDA_VISIBLE_DEVICES="5")
+    make_files(tmp_path, *(f"proc/driver/nvidia/gpus/000{number}/information" for number in range(3)))
+    assert found(3) == ["0", "1", "2"]
+    make_files(tmp_path, *(f"dev/{name}" for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm")))
+    assert found(2) == ["0", "1"]
+    with pytest.raises(UsageError, match=r"2 ranks .* 1 device \(CUDA_VISIBLE_DEVICES=5,-1,1\): start"):
+        found(2, CUDA_VISIBLE_DEVICES="5,-1,1")
+
+
+def test_only_devices_that_are_there_are_advised(tmp_path: Path) -> None:
+    for devices, environ, advised in (
+        ("auto", {"CUDA_VISIBLE_DEVICES": "5"}, "5,5,5"),
+        ("4,6", {}, "4,4,6"),
+        ("0", {}, "0,0,0"),
+    ):
+        with pytest.raises(
+            UsageError, match=f"3 ranks on a host and . devices? .*, as in --devices {advised}$"
+        ):
+            given(tmp_path, devices, 3, **environ)
+    for environ in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}):
+        with pytest.raises(UsageError, match=r"1 rank on a host and 0 devices .*: name devices$"):
+            given(tmp_path, "auto", 1, **environ)
+
+
+def test_devices_reach_the_ranks() -> None:
+    env = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
+    found = shown(2, launcher_args=["--devices", "4,6"], env=env)
+    assert [one["environ"]["CUDA_VISIBLE_DEVICES"] for one in found] == ["4", "6"]
+    told = run_multiring("run", "-np", "3", "--devices", "4,6", "true", code=2).stderr
+    assert "3 ranks on a host and 2 devices (--devices 4,6)" in told
 
 
 def test_thread_counts_share_the_cores_unless_the_user_has_set_them() -> None:

@@ -92,6 +92,8 @@ def test_options(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         ({"np": 0}, "np=0: give the number of ranks"),
         ({"np": 1, "timeout": 0}, "timeout=0: give seconds"),
         ({"np": 1, "bind": "socket"}, "bind='socket': give 'core', 'none' or None"),
+        ({"np": 2, "devices": "0"}, "2 ranks on a host and 1 device "),
+        ({"np": 2, "devices": [0, 1]}, r"devices=\[0, 1\]: give text, as 'auto' or '0,1'"),
         ({"np": 1, "env": {"A": 1}}, "env: 'A' is 1; names and values are text"),
         ({"np": 1, "args": (threading.Lock(),)}, "cannot be pickled, TypeError"),
         ({"np": 1, "env": {"MULTIRING_TIMEOUT": "soon"}}, "MULTIRING_TIMEOUT"),

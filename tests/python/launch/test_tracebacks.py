@@ -13,6 +13,7 @@ import pytest
 
 from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.console.tracebacks import Tracebacks, encoded, fold, tagged_lines
+from multiring.commands.launcher.report import RankEnd
 
 TEXT = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nValueError: bad\n  worse'
 
@@ -48,6 +49,19 @@ def test_equal_errors_are_folded_and_the_culprits_comes_last() -> None:
             "PeerLostError: rank 2 stopped all ranks: rank 2 on a, in a: no rank 1 (noticed on rank 0 on b)",
             True,
         ),
+        (
+            "E: loss (raised on rank 0 on a, in barrier) [process group '0', rank 0]",
+            "E: loss (raised on rank 1 on a, in barrier) [process group '0', rank 1]",
+            True,
+        ),
+        (
+            "E: loss (raised on rank 0 on a) [process group 'a' of the job's ranks 1, 3; rank 0 in it]",
+            "E: loss (raised on rank 1 on a) [process group 'a' of the job's ranks 1, 3; rank 1 in it]",
+            True,
+        ),
+        ("E: rank 1 is lost", "E: rank 2 is lost", False),
+        ("E: no data for [rank 0, rank 3]", "E: no data for [rank 0, rank 5]", False),
+        ("E: bad [a; rank 3 in it]", "E: bad [a; rank 5 in it]", False),
     ],
 )
 def test_which_errors_are_equal(one: str, other: str, is_same: bool) -> None:
@@ -121,6 +135,17 @@ def test_a_traceback_is_held_whole_and_any_other_line_gives_it_back(text: str) -
     assert held.texts()[2] == first
 
 
+def test_what_follows_from_a_lost_rank_is_secondary_also_behind_prefixes() -> None:
+    text = CHAIN.replace("KeyError: 1", "multiring.errors.PeerLostError: lost rank 1")
+    held = Tracebacks()
+    for rank, shown in enumerate(
+        (text, "".join(f"[rank1]: {line}" for line in text.splitlines(keepends=True)))
+    ):
+        assert not any(held.take(rank, line) for line in whole(shown))
+        assert held.held_lines(rank) == text.splitlines()
+        assert RankEnd(rank, 1, 1, False, held.held_lines(rank)).is_secondary
+
+
 def test_what_does_not_end_its_rank_is_not_held() -> None:
     held = Tracebacks()
     for header in (b"Exception in thread Thread-1 (f):\n", b"Exception ignored in: <function f>\n"):
@@ -176,6 +201,7 @@ REPLACED = "AbortedError REPLACED BY KeyboardInterrupt"
         (INTERRUPTED + DURING + TORCH.replace("ValueError: bad", LOST), True),
         (INTERRUPTED.replace("KeyboardInterrupt", f"RuntimeError: {REPLACED}: "), True),
         (TEXT + "\n" + DURING + INTERRUPTED, False),
+        (INTERRUPTED.replace("KeyboardInterrupt", "ValueError: AbortedError: row locked"), False),
         (CHAIN.replace("ValueError: bad", LOST), False),
         (INTERRUPTED.replace("KeyboardInterrupt", "RuntimeError: after KeyboardInterrupt()"), False),
         (TORCH, False),
@@ -281,6 +307,16 @@ def test_lines_of_a_rank_are_shown_in_their_order(tmp_path: Path) -> None:
     assert screen.tracebacks.texts() == {0: CHAIN.strip("\n")}
     shown += [*CHAIN.splitlines(), "bar"]
     assert screen.close() == "".join(f"[0] {line}\n" for line in shown)
+
+
+def test_last_lines_have_no_prefixes_of_ranks(tmp_path: Path) -> None:
+    text = CHAIN.replace("KeyError: 1", "multiring.errors.PeerLostError: lost rank 1")
+    screen = Screen(tmp_path)
+    screen.write("stderr", "".join(f"[rank0]: {line}" for line in text.splitlines(keepends=True)))
+    screen.write("stderr", "and this\n")
+    assert screen.outputs.tail(0) == [*text.splitlines(), "and this"]
+    assert RankEnd(0, 1, 1, False, screen.outputs.tail(0)[:-1]).is_secondary
+    screen.close()
 
 
 def test_what_is_held_is_shown_where_the_job_cannot_go_on(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from multiring import config, machine
+from multiring.commands import device_libraries
 from multiring.commands.launcher.process import signal_name
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
@@ -29,6 +30,8 @@ _GOOD_MEMORY = 1 << 30
 _MIN_TEMPORARY_BYTES = 1 << 20
 _LONGEST_SOCKET_PATH = 107
 _SELF_TEST_SECONDS = 60.0
+# How the kernel shows that a machine, or a container, has GPUs of NVIDIA.
+_NVIDIA_FILE = "/dev/nvidiactl"
 
 
 class Status(Enum):
@@ -202,6 +205,35 @@ def threads(environ: Mapping[str, str] = os.environ) -> Finding:
     return Finding(Status.OK, f"OMP_NUM_THREADS={text}" if text else "chosen by `multiring run`")
 
 
+def devices(environ: Mapping[str, str] = os.environ) -> Finding:
+    """Which libraries for arrays on GPUs there are; jobs on the host need none."""
+    try:
+        found = device_libraries.find()
+    except device_libraries.LookError as error:
+        fix = "see whether nvidia-smi, or rocm-smi, answers; jobs with arrays on the host run all the same"
+        return Finding(Status.WARNING, str(error), fix)
+    driver, nccl, hip = found["CUDA driver"], found["NCCL"], found["HIP"]
+    if driver.path:
+        count = f"{driver.devices} device{'s' * (driver.devices != 1)}, CUDA driver {driver.version}"
+        if nccl.cuda > int(driver.version.partition(".")[0]):
+            fix = f"install a driver for CUDA {nccl.cuda}, or uninstall {' and '.join(nccl.wheels)}"
+            return Finding(Status.WARNING, f"{count}; NCCL {nccl.version} is for CUDA {nccl.cuda}", fix)
+        second = f"NCCL {nccl.version}" if nccl.path else "no NCCL, which nothing needs"
+        return Finding(Status.OK, f"{count}; {second}")
+    if os.path.exists(_NVIDIA_FILE) and "CUDA_VISIBLE_DEVICES" in environ and "cuInit failed" in driver.why:
+        hidden = f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']} may hide the GPUs: {driver.why}"
+        return Finding(Status.WARNING, hidden, "unset it where arrays on GPUs are wanted")
+    if os.path.exists(_NVIDIA_FILE):
+        fix = "see whether nvidia-smi works; a container needs the driver of its host (docker run --gpus all)"
+        return Finding(
+            Status.WARNING, f"there are GPUs and no CUDA driver that can be used: {driver.why}", fix
+        )
+    if hip.devices > 0:
+        fix = "copy arrays to the host: those of CUDA are taken"
+        return Finding(Status.WARNING, "there are GPUs of AMD", fix)
+    return Finding(Status.OK, "none: arrays lie in host memory")
+
+
 def settings(environ: Mapping[str, str] = os.environ) -> Finding:
     """Whether every variable of multiring is known and has a value that is accepted."""
     try:
@@ -261,6 +293,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "process descriptors": process_descriptors,
     "open files": open_files,
     "threads": threads,
+    "devices": devices,
     "settings": settings,
     "launcher": launcher,
     "self-test": self_test,

@@ -16,7 +16,7 @@ from multiring.commands.functions.job import Order
 from multiring.commands.functions.launched import run_launcher
 from multiring.commands.functions.outcome import JobReport, raised
 from multiring.commands.launcher.job import EXIT_TIMED_OUT
-from multiring.console.traceback_hook import install_hook
+from multiring.console.traceback_hook import shown_if_uncaught
 from multiring.errors import MultiringError, RankError, TimeoutError, UsageError
 
 __all__ = ["LauncherKeywords", "launch", "run"]
@@ -32,6 +32,7 @@ class LauncherKeywords(TypedDict, total=False):
     output_dir: str | os.PathLike[str] | None
     tag_output: bool | None
     bind: str | None
+    devices: str | None
 
 
 class LaunchKeywords(LauncherKeywords, total=False):
@@ -70,7 +71,8 @@ def run(
         options: `output_dir`: where to write each rank's output as well, as rank.K.stdout and rank.K.stderr;
             `tag_output`: whether lines begin with "[rank]" (where there are several ranks); `bind`: "core"
             gives each rank an equal share of the processors, "none" leaves that to the kernel ("core" if
-            there is a processor for each rank).
+            there is a processor for each rank); `devices`: the GPU that each rank sees, "auto" or as "0,1"
+            (all see all).
 
     Returns:
         What `fn` has returned on each rank; None of a rank on which it has called `sys.exit(0)`.
@@ -83,11 +85,8 @@ def run(
         KeyboardInterrupt: Ctrl-C; all ranks have ended.
     """
     settings = _settings(np, env, timeout, options)
-    if sys.excepthook is sys.__excepthook__:  # an error is shown as on a rank
-        kind = os.environ.get("MULTIRING_TRACEBACK", "").strip().lower()
-        install_hook("full" if kind == "full" else "short", lambda: None)
     try:
-        with memory.anonymous_files(np + 2) as (order_file, call_file, *results):
+        with shown_if_uncaught(), memory.anonymous_files(np + 2) as (order_file, call_file, *results):
             _write_call(call_file, fn, tuple(args), dict(kwargs or {}))
             memory.write(order_file, Order(call_file, results, settings))
             report = run_launcher(order_file, (order_file, call_file, *results))
@@ -111,7 +110,8 @@ def launch(
         fn: What each rank calls, in a new process.
         args: Its arguments.
         np: Number of ranks.
-        options: Those of `multiring.run`: `kwargs`, `env`, `timeout`, `output_dir`, `tag_output`, `bind`.
+        options: Those of `multiring.run`: `kwargs`, `env`, `timeout`, `output_dir`, `tag_output`, `bind`,
+            `devices`.
 
     Returns:
         What `fn` has returned on each rank, in their order.
@@ -142,6 +142,9 @@ def _settings(
         raise UsageError(f"timeout={timeout!r}: give seconds, more than 0, or None")
     if options.get("bind") not in _BINDINGS:
         raise UsageError(f"bind={options['bind']!r}: give 'core', 'none' or None")
+    devices = options.get("devices")
+    if not (devices is None or isinstance(devices, str)):
+        raise UsageError(f"devices={devices!r}: give text, as 'auto' or '0,1', or None")
     if wrong := [pair for pair in (env or {}).items() if not all(isinstance(part, str) for part in pair)]:
         raise UsageError(f"env: {wrong[0][0]!r} is {wrong[0][1]!r}; names and values are text")
     if not sys.executable:
@@ -153,6 +156,7 @@ def _settings(
         "output_dir": None if directory is None else Path(directory),
         "tag_output": options.get("tag_output"),
         "bind": options.get("bind"),
+        "devices": devices,
     }
 
 

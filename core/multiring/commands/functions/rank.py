@@ -80,8 +80,7 @@ def _trimmed(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    full = os.environ.get("MULTIRING_TRACEBACK", "").strip().lower() == "full"
-    return traceback_text(error, frames or error.__traceback__, full=full)
+    return traceback_text(error, frames or error.__traceback__, full=config.shows_full_tracebacks())
 
 
 def _writer(text: str) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:

@@ -23,6 +23,7 @@ from multiring import errors
 from multiring.commands.launcher import engine_rank
 from multiring.commands.launcher.console.multiplexer import Multiplexer
 from multiring.commands.launcher.descriptors import enough_descriptors
+from multiring.commands.launcher.devices import check_devices
 from multiring.commands.launcher.directory import job_directory
 from multiring.commands.launcher.engines import SRUN, Engine
 from multiring.commands.launcher.hosts import address_towards
@@ -62,6 +63,7 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
         UsageError: An option or a variable of multiring has a value that is not accepted.
         ProgramError: The engine cannot be started.
     """
+    check_devices(options.devices, max(host.slots for host in engine.hosts))
     environ = job_environment(options)
     for name in _PLACE:
         environ.pop(f"MULTIRING_{name}", None)
@@ -114,6 +116,7 @@ def _start(
         "program": list(options.program),
         "module": options.module,
         "bind": options.bind,
+        "devices": options.devices,
         "directory": current_directory(),
         "output_dir": None if options.output_dir is None else str(options.output_dir.absolute()),
         "tag_output": options.tag_output,

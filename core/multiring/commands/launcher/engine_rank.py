@@ -25,6 +25,7 @@ from typing import Any
 from multiring import errors, machine
 from multiring.commands.launcher import binding
 from multiring.commands.launcher.console.multiplexer import Multiplexer
+from multiring.commands.launcher.devices import device_environments
 from multiring.commands.launcher.foreign_variables import horovod_variables
 from multiring.commands.launcher.guardian import end_processes
 from multiring.commands.launcher.hosts import RankSlot
@@ -225,15 +226,17 @@ def _start(order: Mapping[str, Any], assignment: _Assignment, mark: str, *, pipe
     }
     environ |= horovod_variables(environ)
     environ["PATH"] = own_python_first(environ)
-    shares = binding.shares(machine.allowed_cpus(), assignment.slot.local_size, order["bind"])
-    environ |= binding.thread_environment(machine.core_allowance(), assignment.slot.local_size, environ)
+    local_rank, local_size = assignment.slot.local_rank, assignment.slot.local_size
+    shares = binding.shares(machine.allowed_cpus(), local_size, order["bind"])
+    environ |= binding.thread_environment(machine.core_allowance(), local_size, environ)
+    environ |= device_environments(order["devices"], local_size, environ)[local_rank]
     command = command_of(order["program"], order["module"], environ)
     manager = os.environ.get("PMI_FD", "")  # by which MPI's library in the rank talks to the engine
     return _Rank(
         assignment.rank,
         command,
         environ,
-        cpus=None if shares is None else shares[assignment.slot.local_rank],
+        cpus=None if shares is None else shares[local_rank],
         stdin=assignment.rank == 0 and order["stdin"],
         piped=piped,
         kept=[int(manager)] if manager.isdecimal() else [],

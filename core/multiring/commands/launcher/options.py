@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         metavar="M",
-        help="how allreduces across hosts are divided, as 4x8 or 4tx8d [chosen by their size]",
+        help="how allreduces run: across hosts as 4x8 or 4tx8d, on one direct, staged or rounds "
+        "[chosen by their size]",
     )
     parser.add_argument(
         "--order",
@@ -97,6 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("core", "none"),
         help="core: give each rank an equal share of the processors; none: leave that to the kernel "
         "(default: core if there is a processor for each rank)",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="LIST",
+        help="GPU that each rank of a host sees, as its first and only one: auto, or as 0,1,3, as "
+        "CUDA_VISIBLE_DEVICES, which it replaces, names them; 0,0 lets two share one [all ranks see all]",
     )
     parser.add_argument(
         "--timeout",
@@ -194,6 +201,7 @@ def main(args: argparse.Namespace) -> int:
         program=program,
         module=module,
         bind=args.bind,
+        devices=args.devices,
         timeout=args.timeout,
         output_dir=args.output_dir,
         tag_output=args.tag_output,

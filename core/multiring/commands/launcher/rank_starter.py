@@ -14,6 +14,7 @@ from pathlib import Path
 
 from multiring import machine
 from multiring.commands.launcher import binding
+from multiring.commands.launcher.devices import check_devices, device_environments
 from multiring.commands.launcher.foreign_variables import horovod_variables, torch_variables
 from multiring.commands.launcher.hosts import RankSlot
 from multiring.commands.launcher.process import RankProcess
@@ -52,6 +53,7 @@ class JobOptions:
         program: The program and its arguments; a name that ends in ".py" is a Python script.
         module: The module to run instead of a program; `program` then holds only its arguments.
         bind: "core", "none", or None for "core" where every rank can have a processor.
+        devices: The GPU that each rank of a host sees, as `device_environments` takes it; None: all see all.
         timeout: Seconds the job may take, or None.
         output_dir: Where to write each rank's output as well, or None.
         tag_output: Whether lines begin with their rank; None means where there are several.
@@ -68,6 +70,7 @@ class JobOptions:
     program: Sequence[str]
     module: str | None = None
     bind: str | None = None
+    devices: str | None = None
     timeout: float | None = None
     output_dir: Path | None = None
     tag_output: bool | None = None
@@ -115,7 +118,7 @@ class RankStarter:
         notice: What to tell the user about the Python of the ranks; empty: nothing.
 
     Raises:
-        UsageError: More processors are asked for than there are.
+        UsageError: More processors, or devices, are asked for than there are.
         ProgramError: There is no such program on this host, where ranks are to run on it.
     """
 
@@ -127,6 +130,8 @@ class RankStarter:
         self._hosts: dict[str, RemoteHost] = {}
         self._options = options
         self._environ: Mapping[str, str] = environ
+        # Before other hosts are connected to.
+        check_devices(options.devices, max(options.slot(rank).local_size for rank in range(options.ranks)))
         here = sum(not options.slot(rank).host for rank in range(options.ranks))
         if here:
             program = options.program
@@ -136,6 +141,7 @@ class RankStarter:
             self._command = command_of(program, options.module, environ)
             self._shares = binding.shares(machine.allowed_cpus(), here, options.bind)
             self._threads = binding.thread_environment(machine.core_allowance(), here, environ)
+            self._devices = device_environments(options.devices, here, environ)
 
     def __call__(self, rank: int, piped: bool) -> RankProcess:
         """The started rank.
@@ -154,7 +160,8 @@ class RankStarter:
             if slot.host not in self._hosts:
                 self._hosts[slot.host] = self._connect(slot.host)
             return self._hosts[slot.host].ranks[rank]
-        environ = {**DEFAULTS, **self._environ, **self._threads, **variables}
+        devices = self._devices[slot.local_rank]
+        environ = {**DEFAULTS, **self._environ, **self._threads, **devices, **variables}
         return RankProcess(
             rank,
             self._command,
@@ -184,6 +191,7 @@ class RankStarter:
                 "program": list(options.program),
                 "module": options.module,
                 "bind": options.bind,
+                "devices": options.devices,
                 "environ": {**DEFAULTS, **passed_on(self._environ), **options.environment, **self.shared},
             },
             rank_variables=rank_variables,

@@ -22,6 +22,7 @@ from multiring import machine
 from multiring.commands.launcher import binding
 from multiring.commands.launcher.console.output import READ_BYTES, read_what_is_there
 from multiring.commands.launcher.descriptors import allow_descriptors
+from multiring.commands.launcher.devices import device_environments
 from multiring.commands.launcher.frames import END, FRAME, GREETING, STREAMS
 from multiring.commands.launcher.guardian import end_processes
 from multiring.commands.launcher.process import RankProcess
@@ -194,6 +195,7 @@ def _start(order: Mapping[str, Any], rank: int, environ: Mapping[str, str]) -> R
     local_rank, local_size = int(environ["MULTIRING_LOCAL_RANK"]), int(environ["MULTIRING_LOCAL_SIZE"])
     shares = binding.shares(machine.allowed_cpus(), local_size, order["bind"])
     environ |= binding.thread_environment(machine.core_allowance(), local_size, environ)
+    environ |= device_environments(order["devices"], local_size, environ)[local_rank]
     command = command_of(order["program"], order["module"], environ)
     share = None if shares is None else shares[local_rank]
     return RankProcess(rank, command, environ, cpus=share, stdin=False, piped=True)

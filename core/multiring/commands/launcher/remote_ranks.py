@@ -39,8 +39,8 @@ class RemoteHost:
         ssh: The command that runs a command on a host, with its options.
         host: The host.
         python: The Python there that has multiring.
-        order: What all ranks do: "program", "module" and "bind", as `rank_starter.JobOptions` has them, and
-            "environ", which is added to the environment there.
+        order: What all ranks do: "program", "module", "bind" and "devices", as `rank_starter.JobOptions` has
+            them, and "environ", which is added to the environment there.
         rank_variables: For each rank what else its environment has.
         selector: Calls the data of what is ready.
         wake: Called when a rank has ended.

@@ -15,16 +15,15 @@ from multiring.errors import UsageError
 
 __all__ = ["add_arguments", "main"]
 
-# Every transfer of every candidate is counted, so that more would take minutes.
-_MAX_RANKS = 1 << 14
-# And what every rank sends in an exchange.
-_MAX_EXPLAINED_RANKS = 1 << 11
+# Every transfer of every candidate is counted, and what every rank sends in an exchange, so that more would
+# take minutes.
+_MAX_RANKS = 1 << 12
 
 # Sums over all ranks have to fit into 64 bits.
 _MAX_BYTES = 1 << 45
 
 # Algorithms that are no plan, so the table has all that there is to say.
-_WITHOUT_PLAN = ("rounds", "messages")
+_WITHOUT_PLAN = ("rounds", "messages", "direct", "staged")
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
 
@@ -107,6 +106,9 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="bytes per second that all ranks of a host together read and write [20000000000]",
     )
+    cluster.add_argument(
+        "--oversubscribed", action="store_true", help="the ranks outnumber the cores of the one host"
+    )
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,10 +133,15 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="M",
         help="ranks within a host x near hosts x far hosts ...; a letter after a number forces an algorithm: "
-        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d; or rounds, or messages [automatic]",
+        f"{native.algorithm_letters()}, as 4x8x2 or 4tx16d; or rounds, or messages; on one host "
+        "direct, staged or rounds [automatic]",
     )
     plan.add_argument(
-        "--segment", type=units.size, default=0, metavar="B", help="bytes of a pipelined piece [automatic]"
+        "--segment",
+        type=units.size,
+        default=0,
+        metavar="B",
+        help="bytes of the array that pass at once [automatic]",
     )
     plan.add_argument(
         "--order",
@@ -145,14 +152,18 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Chooses the plan and prints it. Raises UsageError for a mode that does not fit the cluster."""
+    """Prints what a job would run. Raises UsageError for a mode that does not fit the cluster."""
     has_plan = args.mode not in _WITHOUT_PLAN and native.has_plans(args.collective)
     if args.segment and not has_plan:
         none = f"{args.mode} are none" if args.mode in _WITHOUT_PLAN else f"{args.collective} has none"
         _refuse(f"--segment is for plans, and {none}")
     collective, request, model = _described(args)
-    rows = [] if has_plan and not args.explain else _rows(args, collective, request, model)
-    prediction = _predict(collective, request, model) if has_plan else None
+    row, plan = native.choose_algorithm(collective.cluster, request, model) if has_plan else (None, None)
+    prediction = _prediction(collective, row, plan, model) if row and plan else None
+    if row and not args.explain:
+        rows = [] if prediction else [row]
+    else:
+        rows = _rows(args, collective, request, model)
     if args.json:
         planned = as_json(prediction) if prediction else {"hosts": collective.cluster.ranks}
         print(json.dumps(planned | ({"algorithms": rows_as_json(rows)} if rows else {}), indent=2))
@@ -166,10 +177,14 @@ def main(args: argparse.Namespace) -> int:
 def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest, native.CostModel]:
     """What the options describe, and the same for the core."""
     interfaces = [native.Interface(rate, args.latency) for rate in _interface_rates(args)]
+    ranks_of_hosts = _ranks_of_hosts(args)
+    if args.oversubscribed and len(ranks_of_hosts) > 1:
+        _refuse("--oversubscribed is for one host; across hosts the network decides")
     cluster = native.Cluster(
-        _ranks_of_hosts(args),
+        ranks_of_hosts,
         interfaces,
         memory_rate=args.memory_rate,
+        memory_latency=native.assumed_synchronisation(ranks_of_hosts, args.oversubscribed),
         round_robin=args.placement == "round-robin",
         host_links=args.host_links,
     )
@@ -182,7 +197,7 @@ def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest
     request.dtype = args.dtype
     request.count = -(-args.nbytes // itemsize)
     request.mode = "" if args.mode in _WITHOUT_PLAN else args.mode
-    request.segment = -(-args.segment // itemsize)
+    request.segment = args.segment
     request.order = args.order
     request.collective = args.collective
     collective = Collective(
@@ -204,9 +219,6 @@ def _rows(
     model: native.CostModel,
 ) -> list[native.AlgorithmRow]:
     """The table of algorithms, or the one that --mode names."""
-    if collective.cluster.size > _MAX_EXPLAINED_RANKS:
-        hint = ": leave --explain out" if args.explain else ""
-        _refuse(f"algorithms are compared for at most {_MAX_EXPLAINED_RANKS} ranks{hint}")
     if len(args.links) > 1 and not native.has_plans(args.collective):
         _refuse(f"--links has {len(args.links)} links, and {args.collective} crosses hosts in one dimension")
     rows = native.algorithm_table(collective.cluster, request, model)
@@ -218,9 +230,10 @@ def _rows(
     return named
 
 
-def _predict(collective: Collective, request: native.PlanRequest, model: native.CostModel) -> Prediction:
+def _prediction(
+    collective: Collective, row: native.AlgorithmRow, plan: native.Plan, model: native.CostModel
+) -> Prediction:
     """The plan that is chosen, and what it costs."""
-    plan = native.choose_plan(collective.cluster, request, model)
     across = plan.mode.count("x")
     if len(model.dimensions) > across:
         _refuse(
@@ -229,8 +242,8 @@ def _predict(collective: Collective, request: native.PlanRequest, model: native.
         )
     return Prediction(
         **vars(collective),
+        row=row,
         plan=plan,
-        seconds=native.predict_plan(plan, model),
         limit=native.plan_limit(plan, model),
         step_seconds=native.predict_steps(plan, model),
     )

@@ -16,6 +16,7 @@ def rows_as_text(collective: Collective, rows: Iterable[native.AlgorithmRow]) ->
     """The cluster, and a line for each algorithm, the quickest first; what does not run there comes last,
     with the reason.
     """
+    has_hops = len(collective.cluster.ranks) > 1
     order = f", in {collective.order} order" if collective.order else ""
     lines = [["mode", "hops", "by a rank", "predicted", ""]]
     for row in _ordered(rows):
@@ -23,12 +24,15 @@ def rows_as_text(collective: Collective, rows: Iterable[native.AlgorithmRow]) ->
             lines.append([row.name, "-", "-", "-", row.excluded])
             continue
         costs = [str(row.hops), size_text(row.rank_bytes), seconds_text(row.seconds)]
-        lines.append([row.name, *costs, "chosen" if row.is_chosen else ""])
+        words = ["chosen"] * row.is_chosen + [f"for {row.needs}"] * bool(row.needs)
+        lines.append([row.name, *costs, " ".join(words)])
+    if not has_hops:
+        lines = [[line[0], *line[3:]] for line in lines]
     head = [
         cluster_line(collective),
         what_runs(collective) + order,
     ]
-    return "\n".join([*head, "", *table(lines, left=(0, 4))])
+    return "\n".join([*head, "", *table(lines, left=(0, len(lines[0]) - 1))])
 
 
 def rows_as_json(rows: Iterable[native.AlgorithmRow]) -> list[dict[str, Any]]:
@@ -38,6 +42,7 @@ def rows_as_json(rows: Iterable[native.AlgorithmRow]) -> list[dict[str, Any]]:
         if row.excluded
         else {
             "name": row.name,
+            "needs": row.needs,
             "hops": row.hops,
             "rank_bytes": row.rank_bytes,
             "seconds": row.seconds,

@@ -40,21 +40,21 @@ class Prediction(Collective):
     """A plan of it.
 
     Attributes:
+        row: What the table of algorithms says of it.
         plan: The plan.
-        seconds: Predicted time.
         limit: Time that bytes over bandwidth allow at best, in seconds.
         step_seconds: Predicted time of each step if chunks go whole.
     """
 
+    row: native.AlgorithmRow
     plan: native.Plan
-    seconds: float
     limit: float
     step_seconds: Sequence[float]
 
     @property
     def share_of_limit(self) -> float:
         """How much of what bytes over bandwidth allow is reached; 1 where nothing has to move."""
-        return self.limit / self.seconds if self.seconds > 0 else 1.0
+        return self.limit / self.row.seconds if self.row.seconds > 0 else 1.0
 
 
 def as_text(prediction: Prediction) -> str:
@@ -62,20 +62,16 @@ def as_text(prediction: Prediction) -> str:
     plan = prediction.plan
     lines = [
         cluster_line(prediction),
-        f"{what_runs(prediction)}, mode {plan.mode}",
+        f"{what_runs(prediction)}, mode {prediction.row.name}",
     ]
     if prediction.order:
         lines.append(f"order      {order_text(prediction)}")
-    if plan.segments > 1:
-        segment = size_text(plan.segment * plan.element_bytes)
-        lines.append(
-            f"chunks     up to {size_text(plan.largest_chunk * plan.element_bytes)}, "
-            f"in {plan.segments} segments of {segment}"
-        )
+    if prediction.row.segments > 1:
+        lines.append(f"segments   {prediction.row.segments}, one after the other")
     if plan.steps:
         lines += ["", *table(_rows(prediction), left=(1, 2, 3)), ""]
     lines += [f"link       {line}" for line in _link_lines(prediction)]
-    lines.append(f"predicted  {seconds_text(prediction.seconds)}")
+    lines.append(f"predicted  {seconds_text(prediction.row.seconds)}")
     lines.append(
         f"limit      {seconds_text(prediction.limit)} (bytes over bandwidth): {_percent(prediction)}"
     )
@@ -124,12 +120,11 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "dtype": prediction.dtype,
         "count": plan.count,
         "bytes": plan.count * plan.element_bytes,
-        "mode": plan.mode,
+        "mode": prediction.row.name,
         "order": plan.order,
         "aligned": prediction.cluster.aligned,
         "parts_across_hosts": plan.parts_across_hosts,
-        "segment": plan.segment,
-        "segments": plan.segments,
+        "segments": prediction.row.segments,
         "channels": [
             {"interface": channel.interface, "bytes_per_second": channel.bytes_per_second}
             for channel in plan.channels
@@ -140,7 +135,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
             for link in links
         ],
         "ranks": [{"sent": rank.sent, "sent_in_memory": rank.sent_in_memory} for rank in ranks],
-        "seconds": prediction.seconds,
+        "seconds": prediction.row.seconds,
         "limit_seconds": prediction.limit,
         "share_of_limit": prediction.share_of_limit,
     }

@@ -18,7 +18,7 @@ class WatchedNetwork final : public Network {
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override {
     std::size_t bytes = 0;
     for (const auto& part : parts) bytes += part.size();
-    watch_.count(channel, bytes);
+    watch_.count(peer, channel, bytes);
     return network_->post_send(peer, channel, parts);
   }
 
@@ -96,9 +96,9 @@ class WatchedNetwork final : public Network {
 
 }  // namespace
 
-void WatchedNetworks::count(int channel, std::size_t bytes) {
+void WatchedNetworks::count(int peer, int channel, std::size_t bytes) {
   if (channel == kRounds) rounds.count(bytes);
-  if (channel == kPlans) plans.count(bytes);
+  if (channel == kPlans) plans.count(bytes), plan_peers.count(peer);
   if (channel == kChunks || channel == kAcks) messages.count(bytes);
 }
 

@@ -3,7 +3,9 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 
 #include "transport/network.h"
 
@@ -31,18 +33,36 @@ class SentCounter {
   std::atomic<std::size_t> bytes_{0};
 };
 
+/// How many messages a rank has sent to each other one.
+class PeerCounter {
+ public:
+  void count(int peer) {
+    const std::lock_guard lock(mutex_);
+    ++messages_[peer];
+  }
+  std::map<int, std::size_t> read() const {
+    const std::lock_guard lock(mutex_);
+    return messages_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<int, std::size_t> messages_;
+};
+
 /// The networks of a rank: what they have sent, and how they are disturbed.
 struct WatchedNetworks {
   // By channel, without the gossip of ranks that wait long, which is chance.
   SentCounter rounds;
   SentCounter plans;
   SentCounter messages;
+  PeerCounter plan_peers;
   /// They fail when they send aborts or ask for them.
   std::atomic<bool> failing{false};
   /// They send, but no message is done: the rank learns of aborts only.
   std::atomic<bool> withholding{false};
 
-  void count(int channel, std::size_t bytes);
+  void count(int peer, int channel, std::size_t bytes);
 };
 
 /// The given network, watched. Connections with peers that `may_connect` says no to fail the test; null: none

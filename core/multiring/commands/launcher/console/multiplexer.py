@@ -20,7 +20,7 @@ from multiring.commands.launcher.console.output import (
     Tail,
     read_what_is_there,
 )
-from multiring.commands.launcher.console.tracebacks import Tracebacks, is_coloured
+from multiring.commands.launcher.console.tracebacks import Tracebacks, is_coloured, without_prefixes
 from multiring.errors import UsageError
 
 __all__ = ["Multiplexer"]
@@ -106,7 +106,7 @@ class Multiplexer:
     def tail(self, rank: int) -> list[str]:
         """The last lines that `rank` has written to stderr."""
         stream = self._streams.get((rank, "stderr"))
-        return [] if stream is None else stream.tail.text()
+        return [] if stream is None else list(map(without_prefixes, stream.tail.text()))
 
     @property
     def reader_is_gone(self) -> bool:

@@ -13,7 +13,16 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Tracebacks", "encoded", "fold", "is_coloured", "message_of", "rank_list", "tagged_lines"]
+__all__ = [
+    "Tracebacks",
+    "encoded",
+    "fold",
+    "is_coloured",
+    "message_of",
+    "rank_list",
+    "tagged_lines",
+    "without_prefixes",
+]
 
 _SECONDS = 1.0  # that a rank may take to exit which has not said that it does
 _SECONDS_OF_EXIT = 15.0  # that one may take which has: frameworks have much to tidy up
@@ -39,7 +48,8 @@ _EXIT_CODES = (1, 130, -2)  # with which Python ends because of an exception, th
 
 # What differs between ranks that have met the same error: where it was raised, and addresses of objects.
 _OWN = re.compile(
-    r" \((?:raised|noticed) on rank \d+ on .*\)$"
+    r" \((?:raised|noticed) on rank \d+ on .*\)(?=$| \[process group )"
+    r"|(?<= \[process group )(?P<group>[^\]\n]*?)(?:, rank \d+|; rank \d+ in it)(?=\]$)"
     r"|, seen on rank \d+(?=:)"
     r"|(?<= at )0x[0-9a-f]+(?=>)"
     r"|(?<=PeerLostError: )(?:rank \d+ stopped all ranks: )?rank \d+ on [^,:]+(?=[,:])",
@@ -161,7 +171,7 @@ class Tracebacks:
         if self._interrupted is None or held.began < self._interrupted:
             return False
         parts: list[list[str]] = [[]]
-        for line in _PREFIX.sub("", held.text()).splitlines():
+        for line in without_prefixes(held.text()).splitlines():
             if line.startswith(_CHAINED_TEXT):
                 parts.append([])
             else:
@@ -205,7 +215,7 @@ class Tracebacks:
     def held_lines(self, rank: int) -> list[str]:
         """The traceback that is held of a rank; empty: none is."""
         held = self._held.get(rank)
-        return [] if held is None else held.text().splitlines()
+        return [] if held is None else without_prefixes(held.text()).splitlines()
 
     def holds(self, rank: int) -> bool:
         """Whether the traceback is held that a rank has written last."""
@@ -225,7 +235,7 @@ class Tracebacks:
     def texts(self) -> dict[int, str]:
         """The tracebacks that are held, by rank; bytes that are not UTF-8 as `encoded` takes them."""
         return {
-            rank: _PREFIX.sub("", held.text()).replace("\r\n", "\n").strip("\n")
+            rank: without_prefixes(held.text()).replace("\r\n", "\n").strip("\n")
             for rank, held in sorted(self._held.items())
             if not self._is_left_out(held)
         }
@@ -237,6 +247,11 @@ def encoded(line: str) -> bytes:
         return line.encode(errors="surrogateescape")
     except UnicodeEncodeError:  # of the launcher, about a name that is no text
         return line.encode(errors="replace")
+
+
+def without_prefixes(text: str) -> str:
+    """Lines of a rank without what torch.distributed puts before each."""
+    return _PREFIX.sub("", text)
 
 
 def _bare(line: bytes) -> bytes:
@@ -269,7 +284,7 @@ def fold(texts: Mapping[int, str], last: int | None = None) -> list[tuple[list[i
     """
     groups: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        groups.setdefault(_OWN.sub("", text), []).append(rank)
+        groups.setdefault(_OWN.sub(lambda found: found["group"] or "", text), []).append(rank)
     folded = [(ranks, texts[ranks[0]]) for ranks in groups.values()]
     return sorted(folded, key=lambda group: last in group[0])
 

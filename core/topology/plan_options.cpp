@@ -1,21 +1,16 @@
-// The choice among plans: all combinations of algorithms that the dimensions allow, with one interface and
-// with all, each with its best segment.
+// The plans that are compared: all combinations of algorithms that the dimensions allow, with one interface
+// and with all.
 
 #include <algorithm>
 #include <iterator>
 #include <utility>
 #include <vector>
 
-#include "base/error.h"
 #include "topology/cost_model.h"
 #include "topology/transfers.h"
 
 namespace multiring {
 namespace {
-
-// Below this a message costs more than what it carries, and above the caches hold it no longer.
-constexpr std::size_t kMinSegmentBytes = 4 * 1024;
-constexpr std::size_t kMaxSegmentBytes = 16 * 1024 * 1024;
 
 /// The algorithms that are tried where none is forced, the simplest first.
 std::vector<Algorithm> candidates_for(bool across_hosts, bool last, const PlanOptions& options,
@@ -59,43 +54,27 @@ std::vector<Mode> combinations(const Mode& mode, const PlanOptions& options, boo
   return modes;
 }
 
-/// Elements of the segments that are tried for a plan; 0 stands for whole chunks.
-std::vector<std::size_t> segments(const Plan& plan) {
-  if (plan.segment() != 0) return {plan.segment()};
-  std::vector<std::size_t> found{0};
-  for (std::size_t bytes = kMaxSegmentBytes; bytes >= kMinSegmentBytes; bytes /= 2)
-    if (bytes < plan.largest_chunk() * plan.element_bytes()) found.push_back(bytes / plan.element_bytes());
-  return found;
-}
-
 /// The dimensions that are tried.
-std::vector<Mode> modes_for(const Cluster& cluster, const PlanOptions& options) {
+std::vector<Mode> modes_for(const Cluster& cluster, const PlanOptions& options, std::size_t segment_bytes,
+                            const CostModel& model) {
   if (!options.mode.empty()) return {options.mode};
   std::vector<Mode> modes{flat_mode(cluster)};
   if (options.rounded || options.collective != Collective::kAllreduce) return modes;
-  if (const Mode divided = automatic_mode(cluster); divided != modes[0]) modes.push_back(divided);
+  for (Mode& divided : divided_modes(cluster, segment_bytes, model)) modes.push_back(std::move(divided));
   return modes;
-}
-
-[[noreturn]] void throw_unlinked(const Cluster& cluster, const PlanOptions& options) {
-  const auto [from, to] = missing_link(cluster, options).value();
-  throw_usage(
-      "mode " + format_mode(options.mode) + " sends from host " + std::to_string(from) + " to host " +
-      std::to_string(to) +
-      ", which have no link; hosts that reach their neighbours only take one dimension, by a chain (c), "
-      "or in any order a ring (r)");
 }
 
 }  // namespace
 
-std::vector<PlanOptions> plan_options(const Cluster& cluster, const PlanOptions& options) {
+std::vector<PlanOptions> plan_options(const Cluster& cluster, const PlanOptions& options,
+                                      std::size_t segment_bytes, const CostModel& model) {
   cluster.validate();
   if (!options.mode.empty()) require_fit(options.mode, cluster);
   std::vector<int> channel_counts{1};
   const std::size_t all_channels = make_channels(cluster, options.channels).size();
   if (all_channels > 1) channel_counts.push_back(static_cast<int>(all_channels));
   std::vector<PlanOptions> found;
-  for (const Mode& mode : modes_for(cluster, options)) {
+  for (const Mode& mode : modes_for(cluster, options, segment_bytes, model)) {
     for (const Mode& combination : combinations(mode, options, cluster.fully_linked())) {
       PlanOptions tried = options;
       tried.mode = combination;
@@ -107,24 +86,6 @@ std::vector<PlanOptions> plan_options(const Cluster& cluster, const PlanOptions&
     }
   }
   return found;
-}
-
-Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model) {
-  std::vector<PlanOptions> tried;
-  std::vector<double> seconds;
-  for (PlanOptions& one : plan_options(cluster, options)) {
-    const Plan plan(cluster, one);
-    const PlanCost cost = predict_steps(plan, model);
-    for (const std::size_t segment : segments(plan)) {
-      one.segment = segment;
-      tried.push_back(one);
-      seconds.push_back(cost.seconds(plan.segments_of(segment)));
-    }
-  }
-  if (tried.empty()) throw_unlinked(cluster, options);
-  const double least = *std::ranges::min_element(seconds);
-  const auto found = std::ranges::find_if(seconds, [&](double each) { return each <= least * kAsGood; });
-  return {cluster, tried[static_cast<std::size_t>(found - seconds.begin())]};
 }
 
 }  // namespace multiring

@@ -1,0 +1,114 @@
+#include "device/libraries.h"
+
+#include <functional>
+#include <optional>
+#include <utility>
+
+#include "device/driver.h"
+#include "device/shared_library.h"
+
+namespace multiring {
+namespace {
+
+using GetNumber = int (*)(int*);
+
+// What collectives by NCCL take, RCCL by the same names.
+constexpr const char* kNcclFunctions[] = {
+    "ncclGetVersion",   "ncclGetErrorString", "ncclGetUniqueId",   "ncclCommInitRankConfig", "ncclCommSplit",
+    "ncclCommFinalize", "ncclCommDestroy",    "ncclCommAbort",     "ncclCommGetAsyncError",  "ncclGroupStart",
+    "ncclGroupEnd",     "ncclAllReduce",      "ncclReduceScatter", "ncclAllGather",          "ncclBroadcast",
+    "ncclReduce",       "ncclSend",           "ncclRecv"};
+
+/// "2.27.3"; from 2.9 on there are two digits for the second number.
+std::string nccl_version(int code) {
+  const int major = code >= 10000 ? code / 10000 : code / 1000;
+  const int minor = code >= 10000 ? code / 100 % 100 : code / 100 % 10;
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(code % 100);
+}
+
+std::string nccl_version_of(const SharedLibrary& library) {
+  const auto ask = reinterpret_cast<GetNumber>(library.find("ncclGetVersion"));
+  int version = 0;
+  return ask != nullptr && ask(&version) == 0 ? nccl_version(version) : "unknown";
+}
+
+struct Wanted {
+  const char* name;
+  std::vector<std::string> files;
+  std::string wheel;
+  SharedLibrary::Refusal refuse;
+  std::function<void(const SharedLibrary&, DeviceLibrary&)> describe;
+};
+
+DeviceLibrary look_for(const Wanted& wanted, std::span<const std::string> sites) {
+  DeviceLibrary found;
+  found.name = wanted.name;
+  const auto candidates = SharedLibrary::candidates(wanted.files, wanted.wheel, sites);
+  const auto library = SharedLibrary::open(candidates, wanted.refuse, &found.why);
+  if (!library) return found;
+  found.path = library->path();
+  found.origin = library->origin();
+  wanted.describe(*library, found);
+  return found;
+}
+
+Wanted nccl(const char* name, const char* file, const char* wheel) {
+  const auto refuse = [](const SharedLibrary& library) -> std::string {
+    for (const char* function : kNcclFunctions)
+      if (library.find(function) == nullptr)
+        return "version " + nccl_version_of(library) + " has no function " + function +
+               ": a newer one is needed";
+    return {};
+  };
+  const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
+    found.version = nccl_version_of(library);
+  };
+  return {name, {file}, wheel, refuse, describe};
+}
+
+Wanted cuda_driver() {
+  const auto refuse = [](const SharedLibrary& library) { return cuda::Driver().load(library); };
+  const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
+    cuda::Driver driver;
+    driver.load(library);
+    found.version = driver.version();
+    if (driver.device_count(&found.devices) != cuda::kSuccess) found.devices = 0;
+  };
+  return {"CUDA driver", {"libcuda.so.1"}, "", refuse, describe};
+}
+
+// Only what is shown of it is asked for.
+Wanted hip() {
+  const auto refuse = [](const SharedLibrary& library) -> std::string {
+    for (const char* function : {"hipInit", "hipDriverGetVersion", "hipGetDeviceCount"})
+      if (library.find(function) == nullptr) return std::string("has no function ") + function;
+    library.keep();
+    const int result = reinterpret_cast<int (*)(unsigned)>(library.find("hipInit"))(0);
+    return result == 0 ? "" : "hipInit failed: " + std::to_string(result);
+  };
+  const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
+    int version = 0;
+    reinterpret_cast<GetNumber>(library.find("hipDriverGetVersion"))(&version);
+    constexpr int kMajor = 10'000'000;
+    found.version = std::to_string(version / kMajor) + "." + std::to_string(version % kMajor / 100'000);
+    if (reinterpret_cast<GetNumber>(library.find("hipGetDeviceCount"))(&found.devices) != 0)
+      found.devices = 0;
+  };
+  return {"HIP", {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}, "", refuse, describe};
+}
+
+}  // namespace
+
+std::vector<DeviceLibrary> find_device_libraries(std::span<const std::string> sites) {
+  const Wanted kWanted[] = {
+      cuda_driver(),
+      nccl("NCCL", "libnccl.so.2", "nvidia/nccl/lib"),
+      hip(),
+      nccl("RCCL", "librccl.so.1", ""),
+  };
+  std::vector<DeviceLibrary> found;
+  for (const Wanted& wanted : kWanted) found.push_back(look_for(wanted, sites));
+  return found;
+}
+
+}  // namespace multiring
