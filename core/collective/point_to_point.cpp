@@ -147,8 +147,9 @@ std::optional<MessageInfo> PointToPoint::next_message(const OperationCall& call,
   const Transport& transport = exchange_.transport();
   MailboxState& mailbox = received_[static_cast<std::size_t>(source)];
   const std::lock_guard lock(mailbox.mutex);
+  if (mailbox.busy || mailbox.told) return std::nullopt;
   const std::uint64_t chunk = mailbox.chunks + 1;
-  if (mailbox.busy || mailbox.told || !transport.has_written(source, chunk)) return std::nullopt;
+  if (!transport.has_written(source, chunk)) return std::nullopt;
   Envelope envelope;
   std::memcpy(static_cast<void*>(&envelope), transport.mailbox_header(source, exchange_.rank(), chunk),
               sizeof envelope);
