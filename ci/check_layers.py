@@ -63,11 +63,11 @@ FRAMEWORKS = set().union(*OWN_FRAMEWORK.values()) - {"numpy"}
 INTEGRATIONS = {
     "horovod": {"torch", "tensorflow", "keras", "tf_keras"},
     "ray": {"ray"},
-    "torch_distributed": {"torch"},
+    "torch_distributed": {"torch", "torchft"},
     "torchrun": {"torch"},
 }
 # What is no framework, and yet for one integration alone.
-SYSTEMS = {"ray"}
+SYSTEMS = {"ray", "torchft"}
 MAX_PARAMETERS = 8  # *args and **options not counted
 # Functions whose parameters are those of another library, which they take the place of.
 GIVEN_SIGNATURES = {

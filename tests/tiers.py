@@ -40,6 +40,7 @@ FULL = {
         "torch_distributed/test_dist_launchers.py",
         "torch_distributed/test_dist_sharded.py",
         "torch_distributed/test_dist_strategies.py",
+        "torch_distributed/test_dist_torchft.py",
         "torch_distributed/test_dist_trainers.py",
     ],
     "faults": [

@@ -138,14 +138,18 @@ class GroupWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A future with the list of the outputs. Its `wait` raises what went wrong, as a RuntimeError."""
+        """A future with the list of the outputs, done if the operation is. Its `wait` raises what went wrong,
+        as a RuntimeError."""
         with self._lock:
             is_new = self._future is None
             if is_new:
                 self._future = torch.futures.Future()
             future = self._future
         if is_new:
-            self._group.watchers.run(lambda: self._complete(future))  # which holds this work
+            if self.is_completed():
+                self._complete(future)
+            else:
+                self._group.watchers.run(lambda: self._complete(future))  # which holds this work
             self._group.kept.discard(self)
         # An exception that is set is a result for C++, which would take it for tensors; one that is raised
         # by what follows is an error there too.

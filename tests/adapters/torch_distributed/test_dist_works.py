@@ -118,6 +118,17 @@ def test_works_that_torch_2_6_would_collect(comm: Communicator) -> None:
 
 
 @with_world()
+def test_the_future_of_an_operation_that_has_ended_is_done(comm: Communicator) -> None:
+    """Libraries chain functions on it after `wait`, and expect them to run at once."""
+    total = numbers((3,), comm.rank)
+    work = dist.all_reduce(total, async_op=True)
+    work.wait()
+    seen: list[Any] = []
+    assert work.get_future().then(lambda done: seen.extend(done.value())).done()
+    assert seen[0] is total
+
+
+@with_world()
 def test_a_coalescing_block_that_raises(comm: Communicator) -> None:
     group, tensor = dist.group.WORLD, numbers((3,), comm.rank)
     with pytest.raises(KeyError), dist._coalescing_manager(device=torch.device("cpu")):
