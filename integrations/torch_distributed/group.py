@@ -13,7 +13,7 @@ import torch
 
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
-from multiring.torch_distributed import operations
+from multiring.torch_distributed import old_torch, operations
 from multiring.torch_distributed.arguments import (
     Tensors,
     by_torch_names,
@@ -275,3 +275,7 @@ class ProcessGroup(GroupBase):
         if not 0 <= rank < self.comm.size:
             text = f"{what}: there is no rank {rank} in this group of {self.comm.size}"
             raise UsageError(text, rank=self.comm.rank, operation=what)
+
+
+if old_torch.WORK_IS_COLLECTED:
+    old_torch.shut_down_when_destroyed(ProcessGroup)

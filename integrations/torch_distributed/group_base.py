@@ -19,7 +19,7 @@ from multiring import errors
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
 from multiring.initialization import adopt, release
-from multiring.torch_distributed import BACKEND
+from multiring.torch_distributed import BACKEND, old_torch
 from multiring.torch_distributed.arguments import Tensors, seconds_of
 from multiring.torch_distributed.backend import CpuBackend
 from multiring.torch_distributed.failures import as_torch_error, describe_group
@@ -32,6 +32,8 @@ __all__ = ["GroupBase", "Outputs", "Start"]
 
 # Seconds, for those who ask for a group's timeout where it is infinite.
 _NEVER = 1e9
+# Functional collectives wait for each tensor of these by itself.
+_WAITED_FOR_BY_OUTPUT = {"allreduce_coalesced", "all_gather_single", "reduce_scatter_single"}
 
 Outputs = Callable[[], Tensors]
 Start = Callable[[Communicator, Tensors], list[Part]]
@@ -173,6 +175,8 @@ class GroupBase(dist.ProcessGroup):
             while self._coalesced and self._coalesced[0].is_success():
                 self._coalesced.popleft()
             self._coalesced.append(work)
+        if old_torch.WORK_IS_COLLECTED and len(given) > 1 and what in _WAITED_FOR_BY_OUTPUT:
+            return old_torch.kept_by_torch(work)
         return work
 
     # Coalescing: operations run as they come, and are waited for together.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 from multiring import errors
 from multiring.errors import MultiringError
+from multiring.torch_distributed import old_torch
 
 if TYPE_CHECKING:
     from multiring.torch_distributed.group_base import GroupBase
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["GroupWork", "Part", "Pending"]
 
 _NO_TIMEOUT = timedelta(0)
-# Before torch 2.7, the Python part of a work that only C++ still holds is collected, and C++ waits for ever.
-_WORK_IS_COLLECTED = TorchVersion(torch.__version__) < "2.7"
 
 
 class Pending(Protocol):
@@ -82,7 +80,7 @@ class GroupWork(dist.Work):
         self._ended = False
         self._error: BaseException | None = None
         self._future: Any = None
-        if _WORK_IS_COLLECTED:
+        if old_torch.WORK_IS_COLLECTED:
             group.kept.add(self)
 
     @classmethod

@@ -18,11 +18,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import multiring
 from multiring import Communicator
-from multiring.torch_distributed import work as work_module
+from multiring.torch_distributed import ProcessGroup, old_torch
 from multiring.torch_distributed.meeting import connect_group
 from multiring.torch_distributed.work import GroupWork, Part
 from tests.adapters.torch_distributed.support import TIMEOUT, numbers, with_world, world
@@ -102,7 +103,7 @@ def test_coalesced_operations(comm: Communicator) -> None:
 @with_world()
 def test_works_that_torch_2_6_would_collect(comm: Communicator) -> None:
     group: Any = dist.group.WORLD
-    with mock.patch.object(work_module, "_WORK_IS_COLLECTED", True):
+    with mock.patch.object(old_torch, "WORK_IS_COLLECTED", True):
         work = dist.all_reduce(numbers((3,), comm.rank), async_op=True)
         held = weakref.ref(work)
         del work
@@ -112,9 +113,22 @@ def test_works_that_torch_2_6_would_collect(comm: Communicator) -> None:
         dist._broadcast_coalesced(group, [total], 1000, 1)  # waits in C++
         assert torch.equal(total, numbers((3,), 1))
         dist.all_reduce(total, async_op=True).get_future().wait()
+        works = group.allreduce_coalesced([total, total + 1])
+        assert type(works) is dist.Work  # held by C++ alone
+        works.wait()
         dist.barrier()
     assert held() is None
     assert not group.kept
+
+
+def test_torch_2_6_shuts_groups_down() -> None:
+    theirs, ours, other = mock.Mock(), mock.Mock(spec=ProcessGroup), mock.Mock()
+    with mock.patch.object(distributed_c10d, "_shutdown_backend", theirs, create=True):
+        old_torch.shut_down_when_destroyed(ProcessGroup)
+        for group in (ours, other):
+            distributed_c10d._shutdown_backend(group)
+    ours.shutdown.assert_called_once_with()
+    theirs.assert_called_once_with(other)
 
 
 @with_world()
@@ -260,7 +274,8 @@ def test_an_error_reaches_futures_and_backward(comm: Communicator) -> None:
 def _reduce_within(timeout: timedelta) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns where it cannot set it
-        dist.distributed_c10d._set_pg_timeout(timeout)
+        # From torch 2.14 it has a public name.
+    getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)(timeout)
     dist.all_reduce(torch.ones(2))
 
 
