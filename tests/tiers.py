@@ -38,6 +38,7 @@ FULL = {
         "torch/test_torch_legal_programs.py",
         "torch/test_torch_optimizer.py",
         "torch_distributed/test_dist_launchers.py",
+        "torch_distributed/test_dist_own_suite.py",
         "torch_distributed/test_dist_sharded.py",
         "torch_distributed/test_dist_strategies.py",
         "torch_distributed/test_dist_torchft.py",

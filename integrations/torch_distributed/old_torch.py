@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
 
@@ -20,10 +20,10 @@ WORK_IS_COLLECTED = TorchVersion(torch.__version__) < "2.7"
 
 def kept_by_torch(work: GroupWork) -> Any:
     """A work that C++ can hold alone, for operations on several tensors: it waits for each of them."""
-    return _create_work_from_future(work.get_future())
+    return _distributed_c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]
 
 
-def shut_down_when_destroyed(kind: type) -> None:
+def shut_down_when_destroyed(kind: type[Any]) -> None:
     """Has `destroy_process_group` call `shutdown` of the groups of a class, as later versions do of all.
 
     Args:

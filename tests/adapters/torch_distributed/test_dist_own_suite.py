@@ -1,0 +1,55 @@
+"""torch's own tests of its backends, which its wheel has, over ours: those that Gloo runs without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import Job
+
+pytest.importorskip("expecttest", reason="torch's tests need it")
+
+# As torch's test/distributed/test_distributed_spawn.py, but for forked ranks, which import nothing anew. The
+# tests are told that the backend is Gloo, whose cases they run then; it is ours that is made.
+SUITE = """
+import os, sys, unittest
+os.environ.update(BACKEND="gloo", WORLD_SIZE="3", TEMP_DIR=os.environ["TEST_DIRECTORY"])
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import distributed_test
+
+
+init_process_group = dist.init_process_group
+
+def init(*args, backend=None, **options):
+    return init_process_group(*args, backend="multiring", **options)
+
+class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+    def setUp(self):
+        super().setUp()
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+# Torch refuses `monitored_barrier` for all backends but Gloo, and the other one asks for Gloo's name.
+def is_for_all(name):
+    return "monitored_barrier" not in name and name != "test_get_backend"
+
+names = list(filter(is_for_all, unittest.TestLoader().getTestCaseNames(Suite)))
+part, parts = map(int, sys.argv[1:])
+dist.init_process_group = init
+suite = unittest.TestSuite(map(Suite, names[part::parts]))
+result = unittest.TextTestRunner(verbosity=0).run(suite)
+print(f"ran {result.testsRun - len(result.skipped)}", flush=True)
+sys.exit(not result.wasSuccessful())
+"""
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_suite_of_torch(tmp_path: Path, part: int) -> None:
+    script = tmp_path / "suite.py"
+    script.write_text(SUITE)
+    done = Job([sys.executable, str(script), str(part), str(PARTS)]).run(300.0, 0)
+    count = int(done.stdout.split("ran ")[-1])
+    assert count >= 15, done.stderr[-2000:]
