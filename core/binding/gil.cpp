@@ -1,12 +1,28 @@
 #include "binding/gil.h"
 
 #include <cxxabi.h>
+#include <pthread.h>
 #include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
 
 #include "binding/fork_lock.h"
 
+namespace py = pybind11;
+
 namespace multiring::binding {
 namespace {
+
+// Threads that ask for the lock without a thread state that Python has told them of.
+std::atomic<int> asking{0};
+std::atomic<bool> ended{false};
+std::thread::id ending;  // of the thread that finalises; written before `ended`
+
+[[noreturn]] void stop() {
+  for (;;) ::pause();
+}
 
 /// Runs what takes the lock. Where the interpreter ends this thread instead, it stops here.
 template <class Take>
@@ -14,8 +30,44 @@ auto take_or_stop(const Take& take) {
   try {
     return take();
   } catch (abi::__forced_unwind&) {
-    for (;;) ::pause();  // further unwinding would leave this function
+    stop();  // further unwinding would leave this function
   }
+}
+
+struct Asking {
+  Asking() { asking.fetch_add(1, std::memory_order_seq_cst); }
+  ~Asking() { asking.fetch_sub(1, std::memory_order_seq_cst); }
+};
+
+/// PyGILState_Ensure, which crashes where the interpreter is gone.
+PyGILState_STATE ensure() {
+  return take_or_stop([] {
+    {
+      const Asking counted;
+      if (!ended.load(std::memory_order_seq_cst) || std::this_thread::get_id() == ending)
+        return PyGILState_Ensure();
+    }
+    stop();
+  });
+}
+
+bool is_finalising() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+/// From now on no other thread asks. Those that do have seen at the next switch interval (5 ms) that the
+/// interpreter ends, unless it keeps them for good (CPython 3.14), which is as well.
+void note_end() {
+  if (!is_finalising()) return;  // the module alone goes
+  ending = std::this_thread::get_id();
+  ended.store(true, std::memory_order_seq_cst);
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+  while (asking.load(std::memory_order_seq_cst) > 0 && std::chrono::steady_clock::now() < limit)
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
 }
 
 }  // namespace
@@ -28,11 +80,11 @@ GilRelease::~GilRelease() {
 
 GilAcquire::GilAcquire() : native_(PyGILState_GetThisThreadState() == nullptr) {
   if (!native_) {
-    state_ = take_or_stop([] { return PyGILState_Ensure(); });
+    state_ = ensure();
     return;
   }
   const ForkLock::Shared shared;
-  state_ = take_or_stop([] { return PyGILState_Ensure(); });
+  state_ = ensure();
 }
 
 GilAcquire::~GilAcquire() {
@@ -45,6 +97,13 @@ GilAcquire::~GilAcquire() {
   const ForkLock::Shared shared;
   take_or_stop([state] { PyEval_RestoreThread(state); });
   PyGILState_Release(state_);
+}
+
+void watch_interpreter(py::module_& module) {
+  // Threads that were asking in the parent are not in the child.
+  ::pthread_atfork(nullptr, nullptr, [] { asking.store(0, std::memory_order_seq_cst); });
+  // Modules are cleared after the interpreter has begun to end and before its state is gone.
+  module.attr("_interpreter") = py::capsule(&ended, [](void*) { note_end(); });
 }
 
 }  // namespace multiring::binding

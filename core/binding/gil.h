@@ -1,6 +1,6 @@
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 
 #include "base/immovable.h"
 
@@ -33,5 +33,8 @@ class GilAcquire : Immovable {
   const bool native_;  // this thread has no Python thread state of its own
   PyGILState_STATE state_;
 };
+
+/// Has threads that ask for the lock after the interpreter is gone stop, which would crash the process else.
+void watch_interpreter(pybind11::module_& module);
 
 }  // namespace multiring::binding

@@ -4,6 +4,7 @@
 #include "binding/arrays/result.h"
 #include "binding/errors.h"
 #include "binding/fork_lock.h"
+#include "binding/gil.h"
 #include "binding/py_communicator.h"
 #include "binding/py_operation.h"
 
@@ -21,4 +22,5 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_connect(module);
   multiring::binding::bind_network(module);
   multiring::binding::bind_fork_lock(module);
+  multiring::binding::watch_interpreter(module);
 }

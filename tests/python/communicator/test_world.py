@@ -72,19 +72,30 @@ def test_alone_without_a_launcher() -> None:
 
 
 DAEMON = """
-import threading, time
+import ctypes, signal, threading, time
 import multiring
 from multiring import initialization
 
-threading.Thread(target=multiring.init, daemon=True).start()
+thread = threading.Thread(target=multiring.init, daemon=True)
+thread.start()
 while not initialization._joining:
     time.sleep(0.01)
 print("end")
 END
 """
+# The thread is held up until Python is gone: `sleep(1)` is its handler of signal 1. The process is there for
+# two seconds more: each function of `on_exit` gets the exit code.
+OUTLIVES = """
+libc = ctypes.CDLL(None)
+for _ in range(2):
+    libc.on_exit(libc.sleep, None)
+libc.signal(signal.SIGHUP, libc.sleep)
+libc.pthread_kill(ctypes.c_ulong(thread.ident), signal.SIGHUP)
+raise SystemExit(1)
+"""
 
 
-@pytest.mark.parametrize("end", ["", "1 / 0"])
+@pytest.mark.parametrize("end", ["", "1 / 0", OUTLIVES], ids=["end", "error", "outlives"])
 def test_a_daemon_thread_in_init_does_not_keep_the_process(tmp_path: Path, end: str) -> None:
     """It waits for a rank that never comes."""
     place = {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1}
