@@ -175,6 +175,11 @@ class Array:
         return out
 
 
+def layout(address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """What NumPy takes for an array at an address, which it must not look at."""
+    return np.asarray(_Layout(address, shape, dtype))
+
+
 def empty(shape: tuple[int, ...], dtype: Any, device: int = 0, *, managed: bool = False) -> Array:
     memory = _Memory(int(np.prod(shape)) * np.dtype(dtype).itemsize, device, managed=managed)
     return Array(np.asarray(_Layout(memory.address, shape, dtype)), memory)

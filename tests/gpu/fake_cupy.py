@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import operator
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+import multiring
 from tests.gpu import fake_arrays
 
 _ARITHMETIC = (
@@ -62,7 +64,13 @@ class Device:
 
     def use(self) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        get_current_stream().synchronize()
+
+    @property
+    def pci_bus_id(self) -> str:
+        """As if each rank had a device of its own."""
+        return f"0000:{self.id:02x}:0{os.environ.get('MULTIRING_RANK', '0')}.0"
 
 
 class Stream:
@@ -133,8 +141,13 @@ class ndarray(fake_arrays.Array):  # noqa: N801 (the name is CuPy's)
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
         return getattr(sys.modules["cupy"], function.__name__)(*args, **kwargs)
 
-    def get(self, stream: Stream | None = None) -> np.ndarray[Any, Any]:
-        return self._values()
+    def get(
+        self, stream: Stream | None = None, order: str = "C", out: Any = None, blocking: bool = True
+    ) -> np.ndarray[Any, Any]:
+        if out is None:
+            return self._values()
+        out[...] = self._values()
+        return out  # type: ignore[no-any-return]
 
     def _values(self) -> np.ndarray[Any, Any]:
         """For what is computed here, as a kernel reads them."""
@@ -382,6 +395,22 @@ class _Module(ModuleType):
         return function
 
 
+class NcclCommunicator:
+    """CuPy's names for NCCL, for one float32 allreduce; the ranks are those of multiring's world."""
+
+    def __init__(self, size: int, unique: tuple[int, ...], rank: int) -> None:
+        assert unique == (1, 2, 3)
+        self._comm = multiring.world()
+        assert (size, rank) == (self._comm.size, self._comm.rank)
+
+    def allReduce(  # noqa: N802
+        self, source: int, to: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        assert (source, dtype, op, stream) == (to, 7, 0, fake_arrays.current_stream())
+        x = ndarray(fake_arrays.layout(to, (count,), np.float32), self)
+        self._comm.allreduce(x, out=x)
+
+
 def _module(name: str, **contents: Any) -> ModuleType:
     made = _Module(name) if name == "cupy" else ModuleType(name)
     made.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -431,9 +460,18 @@ def install() -> None:
         Stream=Stream,
         Event=type("Event", (), {}),
         get_current_stream=get_current_stream,
-        runtime=SimpleNamespace(getDeviceCount=lambda: 1),
+        runtime=SimpleNamespace(
+            getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"stand-in"}
+        ),
     )
     _module("cupy.cuda.cublas")
-    _module("cupyx", rsqrt=lambda x, **_: _made(_rsqrt(x._values())))
+    _module(
+        "cupy.cuda.nccl",
+        NCCL_FLOAT32=7,
+        NCCL_SUM=0,
+        get_unique_id=lambda: (1, 2, 3),
+        NcclCommunicator=NcclCommunicator,
+    )
+    _module("cupyx", rsqrt=lambda x, **_: _made(_rsqrt(x._values())), zeros_pinned=np.zeros)
     for name in ("cupyx.scipy", "cupyx.scipy.linalg", "cupyx.scipy.special"):
         _module(name)
