@@ -24,6 +24,7 @@ from typing import Protocol, cast
 import multiring
 from multiring import Communicator, cli
 from multiring.benchmarks import launch
+from multiring.benchmarks.collectives import on_devices
 from multiring.benchmarks.emulation import start as emulated_start
 from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.mpich import find_mpich
@@ -78,7 +79,7 @@ class Benchmark(Protocol):
 
         It may set `peers`, a list of names of `contenders.PEERS`, or None for those that are installed, by an
         option or as a default: they are checked before the ranks start, and MPI's own launcher starts the
-        ranks if "mpi" is among them.
+        ranks if "mpi" is among them. With `device` they are those of `on_devices`.
         """
 
     def run(self, comm: Communicator, args: argparse.Namespace) -> Results:
@@ -119,7 +120,10 @@ def main(args: argparse.Namespace) -> int:
     _check_outputs(options)
     placement = launch_environment.detect()
     # A rank chooses for itself what the process that started it has chosen: MPI only where mpirun did it.
-    options.peers = launch.choose_peers(options.peers, placement.launcher)
+    if options.device is None:
+        options.peers = launch.choose_peers(options.peers, placement.launcher)
+    else:
+        options.peers = on_devices.choose_peers(options)
     if options.mpich is not None and placement.launcher == "none":
         find_mpich(options.mpich)  # said before anything starts
     if placement.launcher == "none":
@@ -156,7 +160,7 @@ def _parse(name: str, benchmark: Benchmark, words: list[str]) -> argparse.Namesp
         allow_abbrev=False,
     )
     _add_shared_arguments(parser)
-    parser.set_defaults(peers=[], mpich=None, shown_as=shlex.join([*prog.split(), *words]))
+    parser.set_defaults(peers=[], mpich=None, device=None, shown_as=shlex.join([*prog.split(), *words]))
     benchmark.add_arguments(parser)
     options = parser.parse_args(words)
     try:
@@ -178,6 +182,8 @@ def _emulation(options: argparse.Namespace) -> Emulation | None:
                 option = name.replace("_", "-")
                 raise argparse.ArgumentTypeError(f"--{option} is of emulated hosts: give --emulate as well")
         return None
+    if options.device is not None:
+        raise argparse.ArgumentTypeError("--device and --emulate do not go together: leave one out")
     if options.cables and options.switch_queue:
         raise argparse.ArgumentTypeError("--switch-queue is of a switch, and with --cables there is none")
     network = f" --cables {options.cables}" if options.cables else ""

@@ -14,14 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from multiring import Communicator
 from multiring.benchmarks.companion import LINE, Barrier, flags_of, map_flags
-from multiring.benchmarks.contenders import Call, Contender, Elsewhere, FloatArray
+from multiring.benchmarks.contenders import Call, Contender, Elsewhere
 from multiring.benchmarks.emulation.traffic import Sent, Traffic
 from multiring.errors import InternalError
 
@@ -172,6 +172,20 @@ class Task(Protocol[TaskArrays]):
         """
 
 
+class _Vector(Protocol):
+    """An array of float32, on the host or on a device."""
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+
+    def fill(self, value: float, /) -> None:
+        """Writes it to all of them."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """One of them."""
+
+
 class Sum:
     """Every rank's array becomes the sum of all ranks'.
 
@@ -183,11 +197,11 @@ class Sum:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
-    def write(self, arrays: FloatArray, iteration: int) -> None:
+    def write(self, arrays: _Vector, iteration: int) -> None:
         """As `Task`."""
         arrays.fill(float(iteration % 64 + self._rank))
 
-    def wrong(self, arrays: FloatArray, result: object, iteration: int) -> str:
+    def wrong(self, arrays: _Vector, result: object, iteration: int) -> str:
         """As `Task`."""
         x, size = arrays, self._size
         expected = size * (iteration % 64) + size * (size - 1) // 2

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Everything that a machine with a GPU can show: tests/gpu, and the figures of benchmarks/devices.py.
+# Everything that a machine with a GPU can show: tests/gpu, and the figures of benchmarks/devices.py and of
+# `multiring bench allreduce --device cuda`, beside NCCL and Gloo.
 #   ci/gpu.sh [FOLDER]    results go to FOLDER (default: build/gpu)
 # Takes the python3 of the machine (PYTHON: another one) with PyTorch or CuPy, pytest, scikit-build-core, pybind11,
 # CMake and ninja, and no network. What it builds goes to a temporary folder. Without a GPU it says so, and is done.
-# GPU_TESTS are further arguments of pytest, GPU_BENCHMARK those of the measurement (0: none), GPU_RANKS its numbers of
-# ranks.
+# GPU_TESTS are further arguments of pytest, GPU_BENCHMARK those of the first measurement (0: neither), GPU_RANKS
+# the numbers of ranks of both.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -32,6 +33,9 @@ if [[ ${GPU_BENCHMARK:-1} != 0 ]]; then
     "$python" -m multiring run -np "$ranks" benchmarks/devices.py --json "$results/allreduce-$ranks-ranks.json" \
       ${GPU_BENCHMARK:-} 2>&1 |
       tee "$results/allreduce-$ranks-ranks.log" || status=1
+    "$python" -m multiring bench allreduce --device cuda -np "$ranks" --format markdown --seconds 0.3 \
+      --sizes 4,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB --json "$results/beside-$ranks-ranks.json" 2>&1 |
+      tee "$results/beside-$ranks-ranks.log" || status=1
   done
 fi
 echo "done after $((SECONDS - began)) s; results in $results"

@@ -6,6 +6,7 @@ does not fit is found out from these by every rank alike, before any data moves.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,13 +16,14 @@ import numpy as np
 import chainer
 from multiring import Communicator
 from multiring.chainer.arrays import (
-    Array,
     check_dtype,
     check_same_dtype,
+    empty,
     is_array,
+    joined,
     on_device,
+    ordered,
     to_device,
-    to_host,
 )
 
 __all__ = ["allgather", "allreduce", "alltoall", "bcast", "gather", "mean", "scatter"]
@@ -58,35 +60,38 @@ def _from_root(comm: Communicator, root: int, make: Callable[[], Any]) -> Any:
     return found
 
 
-def _pieces(flat: Array, shapes: Sequence[tuple[int, ...]], device: bool) -> tuple[Any, ...]:
+def _check_one_place(operation: str, forms: Sequence[_Form]) -> None:
+    if len({form.device for form in forms}) > 1:
+        raise TypeError(f"{operation}: the arrays of a call have to be all of CuPy or all of NumPy")
+
+
+def _pieces(flat: Any, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
     """Cut a flat array into arrays of these shapes."""
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
-    parts = np.split(flat, ends[:-1])
-    return tuple(to_device(part.reshape(shape), device) for part, shape in zip(parts, shapes, strict=True))
+    sizes = [math.prod(shape) for shape in shapes]
+    ends = itertools.accumulate(sizes)
+    return tuple(
+        flat[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)
+    )
 
 
 def allreduce(comm: Communicator, x: Any) -> Any:
-    form = _form("allreduce", x)
-    return to_device(comm.allreduce(to_host(x), name="chainer allreduce"), form.device).reshape(form.shape)
+    _form("allreduce", x)
+    return comm.allreduce(ordered(x), name="chainer allreduce")
 
 
 def mean(comm: Communicator, x: Any, out: Any) -> None:
     """Average of `x` (or of `out` itself if None) over ranks into `out`."""
     source = out if x is None else x
-    form = _form("multi-node mean", source)
-    if on_device(out):
-        average = comm.allreduce(to_host(source), op="average", name="chainer mean")
-        out[...] = to_device(average, True).reshape(form.shape)
-    else:
-        comm.allreduce(to_host(source), op="average", out=out, name="chainer mean")
-    if chainer.is_debug() and not np.isfinite(to_host(out)).all():
+    _form("multi-node mean", source)
+    comm.allreduce(ordered(source), op="average", out=out, name="chainer mean")
+    if chainer.is_debug() and not chainer.backend.get_array_module(out).isfinite(out).all():
         raise ValueError("Parameters diverged after allreduce.")
 
 
 def bcast(comm: Communicator, x: Any, root: int) -> Any:
     """What `root` has; there, `x` itself."""
     form: _Form = _from_root(comm, root, lambda: _form("bcast", x))
-    data = to_host(x) if comm.rank == root else np.empty(form.shape, form.dtype)
+    data = ordered(x) if comm.rank == root else empty(form.shape, form.dtype, form.device)
     comm.broadcast(data, root, out=data, name="chainer bcast")
     return x if comm.rank == root else to_device(data, form.device)
 
@@ -94,15 +99,17 @@ def bcast(comm: Communicator, x: Any, root: int) -> Any:
 def gather(comm: Communicator, x: Any, root: int) -> tuple[Any, ...] | None:
     forms: list[_Form] = comm.allgather_object(_form("gather", x))
     check_same_dtype("gather", (form.dtype for form in forms))
-    joined = comm.gather(to_host(x).reshape(-1), root, name="chainer gather")
-    return None if joined is None else _pieces(joined, [form.shape for form in forms], on_device(x))
+    gathered = comm.gather(ordered(x).reshape(-1), root, name="chainer gather")
+    return None if gathered is None else _pieces(gathered, [form.shape for form in forms])
 
 
 def allgather(comm: Communicator, x: Any) -> tuple[Any, ...]:
     forms: list[_Form] = comm.allgather_object(_form("allgather", x))
     check_same_dtype("allgather", (form.dtype for form in forms))
-    joined = comm.allgather(to_host(x).reshape(-1), name="chainer allgather")
-    return _pieces(joined, [form.shape for form in forms], on_device(x))
+    shapes = [form.shape for form in forms]
+    gathered = empty((sum(map(math.prod, shapes)),), x.dtype, on_device(x))
+    comm.allgather(ordered(x).reshape(-1), out=gathered, name="chainer allgather")
+    return _pieces(gathered, shapes)
 
 
 def alltoall(comm: Communicator, xs: Sequence[Any]) -> tuple[Any, ...]:
@@ -110,21 +117,22 @@ def alltoall(comm: Communicator, xs: Sequence[Any]) -> tuple[Any, ...]:
         raise ValueError("The length of data must be same as communicator size.")
     every: list[list[_Form]] = comm.allgather_object([_form("alltoall", x) for x in xs])
     check_same_dtype("alltoall", (form.dtype for forms in every for form in forms))
-    parts = [to_host(x).reshape(-1) for x in xs]
-    received = comm.alltoall(np.concatenate(parts), [part.size for part in parts], name="chainer alltoall")
-    return _pieces(received[0], [forms[comm.rank].shape for forms in every], on_device(xs[0]))
+    for forms in every:
+        _check_one_place("alltoall", forms)
+    received = comm.alltoall(joined(xs), [x.size for x in xs], name="chainer alltoall")
+    return _pieces(received[0], [forms[comm.rank].shape for forms in every])
 
 
 def scatter(comm: Communicator, xs: Any, root: int) -> Any:
     """Array i of `root`'s tuple, or row i of its array, on rank i."""
     forms: list[_Form] = _from_root(comm, root, lambda: _scatter_forms(xs, comm.size))
     if comm.rank == root:
-        parts = [to_host(x).reshape(-1) for x in xs]
-        data, splits = np.concatenate(parts), [part.size for part in parts]
+        data, splits = joined(list(xs)), [x.size for x in xs]
     else:
         data, splits = np.empty(0, forms[0].dtype), [0] * comm.size
     received = comm.alltoall(data, splits, name="chainer scatter")
     mine = forms[comm.rank]
+    # Of the device's if this rank has given such arrays; where it has given none, the core names no device.
     return to_device(received[0].reshape(mine.shape), mine.device)
 
 
@@ -137,4 +145,5 @@ def _scatter_forms(xs: Any, size: int) -> list[_Form]:
         )
     forms = [_form("scatter", x) for x in xs]
     check_same_dtype("scatter", (form.dtype for form in forms))
+    _check_one_place("scatter", forms)
     return forms

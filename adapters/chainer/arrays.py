@@ -1,21 +1,29 @@
-"""Arrays of NumPy and CuPy on their way through the core.
-
-The core takes arrays of CuPy too. This adapter gives it host memory all the same: it joins gradients in host
-buffers, and writes results of NumPy. No other module here knows where arrays lie.
-"""
+"""Arrays of NumPy and CuPy on their way through the core, which takes both where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import chainer
 from chainer.backends import cuda
+from multiring.arrays import contiguous
+from multiring.errors import UsageError
 
-__all__ = ["Array", "check_dtype", "check_same_dtype", "is_array", "on_device", "to_device", "to_host"]
+__all__ = [
+    "Array",
+    "check_dtype",
+    "check_same_dtype",
+    "empty",
+    "is_array",
+    "joined",
+    "on_device",
+    "ordered",
+    "to_device",
+    "to_host",
+]
 
 Array = NDArray[Any]
 
@@ -33,14 +41,43 @@ def on_device(x: object) -> bool:
     return isinstance(x, cuda.ndarray) and not isinstance(x, np.ndarray)
 
 
+def ordered(x: Any) -> Any:
+    """`x` in C order, where it lies; itself where it is so already."""
+    return contiguous(x) if on_device(x) else np.asarray(x, order="C")
+
+
+def empty(shape: tuple[int, ...], dtype: Any, device: bool) -> Any:
+    """A new array: on the current device if asked for and there is one, else in host memory. What a peer has
+    sent is received before `to_device` says that there is no device."""
+    return cuda.cupy.empty(shape, dtype) if device and cuda.available else np.empty(shape, dtype)
+
+
+def joined(arrays: Sequence[Any]) -> Any:
+    """The elements of arrays of one dtype, all on the device or all in host memory, one after the other."""
+    flat = [ordered(x).reshape(-1) for x in arrays]
+    return cuda.cupy.concatenate(flat) if on_device(arrays[0]) else np.concatenate(flat)
+
+
 def to_host(x: Any) -> Array:
-    """`x` in C order in host memory; itself where it is so already. Waits for the device's stream."""
+    """`x` in C order in host memory; itself where it is so already. Waits for the device's stream: for what
+    is compared, not for what is sent."""
     return np.asarray(cuda.to_cpu(x), order="C")
 
 
-def to_device(x: Array, device: bool) -> Any:
-    """`x` where its receiver wants it: on the current device, or in host memory."""
-    return chainer.backends.cuda.cupy.asarray(x) if device else x
+def to_device(x: Any, device: bool) -> Any:
+    """`x` where its receiver wants it: on the current device, or as it is.
+
+    Raises:
+        UsageError: There is no device.
+    """
+    if not device:
+        return x
+    if not cuda.available:
+        raise UsageError(
+            "an array of CuPy was sent to this rank, and there is no CuPy: install it here too, or send "
+            "chainer.backends.cuda.to_cpu(array)"
+        )
+    return cuda.cupy.asarray(x)
 
 
 def check_dtype(operation: str, x: Any) -> None:

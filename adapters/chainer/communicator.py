@@ -51,8 +51,9 @@ def create_communicator(
             for any network and array, which a line of the log says.
         batched_copy: Accepted as by ChainerMN, and kept in the configuration; there is no other way of
             copying here.
-        allreduce_grad_dtype: None or float32, which are the same: gradients of float16 are added up in
-            float32, others in their own dtype.
+        allreduce_grad_dtype: float16 to cast gradients to it before they are reduced, and back: sums are of
+            float32, and the average is rounded. None or float32, which are the same: gradients of float16 are
+            added up in float32, others in their own dtype. An optimizer takes it over when it is set up.
 
     Raises:
         UsageError: An argument is of another kind, or `mpi_comm` has other ranks.
@@ -96,19 +97,12 @@ def _check_name(name: str | None) -> None:
 
 
 def _check_dtype(dtype: Any) -> None:
-    """Raise UsageError unless gradients are added up in this dtype, or more precisely."""
-    if dtype is None or np.dtype(dtype) == np.float32:
-        return
-    name = np.dtype(dtype).name
-    if name != "float16":
+    """Raise UsageError unless gradients can be averaged in this dtype, or more precisely."""
+    if dtype is not None and np.dtype(dtype) not in (np.float16, np.float32):
         raise UsageError(
-            f"allreduce_grad_dtype={name}: gradients are added up in their own dtype; leave it out"
+            f"allreduce_grad_dtype={np.dtype(dtype).name}: gradients are added up in their own dtype, or in "
+            "float32; leave it out"
         )
-    raise UsageError(
-        "allreduce_grad_dtype=float16: gradients are added up in float32 here. To send half as many bytes "
-        "from host to host, omit it and pass comm_dtype='float16' (or 'bfloat16', which has the range of "
-        "float32) to multiring.chainer.create_multi_node_optimizer, or set MULTIRING_COMM_DTYPE=float16"
-    )
 
 
 class ChainerCommunicator(chainermn.CommunicatorBase):
@@ -120,7 +114,7 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
     - Arrays may be of any dtype of the core (bool, integers, float16 to float64); sums have the same bits on
       every rank and in every run.
     - Where ranks differ in which parameters have a gradient, those that lack one count as zeros.
-    - Arrays of CuPy travel through host memory.
+    - Arrays of CuPy stay on their device: the core copies them through pinned host memory.
 
     Attributes:
         rank: Rank of this process in the communicator.
@@ -203,6 +197,12 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
         self._slots.clear()
         if self._owned:
             self.plain.close()
+
+    @property
+    def dtype_of_gradients(self) -> np.dtype[Any] | None:
+        """What gradients are cast to before they are averaged; None: they travel as they are."""
+        dtype: np.dtype[Any] | None = self.allreduce_grad_dtype
+        return dtype if dtype == np.float16 else None
 
     # Arrays.
 
@@ -293,12 +293,12 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
         Raises:
             MismatchError: The ranks have different parameters.
         """
-        parameters = named_parameters(model)
+        parameters, dtype = named_parameters(model), self.dtype_of_gradients
         found = self._slots.get(model)
-        if found is None or not found.fits(parameters):
+        if found is None or not found.fits(parameters, dtype):
             if found is not None:
                 found.slots.close()
-            found = self._slots[model] = _ModelSlots(parameters, self.plain)
+            found = self._slots[model] = _ModelSlots(parameters, self.plain, dtype)
         if self.size > 1:
             scales = (p._loss_scale for p in parameters.values() if p.grad is not None)
             found.slots.loss_scale = next(scales, None)
@@ -331,9 +331,11 @@ def _split_mpi(mpi_comm: Any, color: int | None, key: int) -> Any:
 class _ModelSlots:
     """Buckets for the gradients of a model, and what they were made for."""
 
-    def __init__(self, parameters: dict[str, chainer.Parameter], comm: Communicator) -> None:
-        self.slots = GradientSlots(parameters, comm, ReducerOptions())
-        self._known = identities(parameters)
+    def __init__(
+        self, parameters: dict[str, chainer.Parameter], comm: Communicator, dtype: np.dtype[Any] | None
+    ) -> None:
+        self.slots = GradientSlots(parameters, comm, ReducerOptions(), dtype)
+        self._known = identities(parameters), dtype
 
-    def fits(self, parameters: dict[str, chainer.Parameter]) -> bool:
-        return self._known == identities(parameters)
+    def fits(self, parameters: dict[str, chainer.Parameter], dtype: np.dtype[Any] | None) -> bool:
+        return self._known == (identities(parameters), dtype)

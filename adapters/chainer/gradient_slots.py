@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import chainer
-from multiring.arrays import STREAMING_BYTES, address_of, checksum, copy_large
-from multiring.chainer.arrays import Array, on_device, to_device, to_host
+from multiring.arrays import STREAMING_BYTES, address_of, copy_large
+from multiring.chainer.arrays import Array, on_device, to_device
+from multiring.chainer.gradient_arrays import buffer_at, checksum_of, own_arrays, reference_to
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
@@ -47,10 +47,13 @@ def fill_with_zeros(parameters: Mapping[str, chainer.Parameter]) -> None:
 class GradientSlots:
     """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
 
-    When the backward pass is over, gradients are reduced in the arrays that the program has. Those that left
-    during it, that are read-only, or whose memory another parameter's gradient has too are copied into their
-    slots, and `parameter.grad` is a view of the slot (an array on the parameter's device for CuPy)
-    afterwards. What `parameter.grad` is then tells what has been reduced: any other array is new.
+    When the backward pass is over, gradients are reduced in the arrays that the program has, on the host or
+    on a device. Those that left during it, that are read-only, or whose memory another parameter's gradient
+    has too are copied: on the host into their slots, of which `parameter.grad` is a view afterwards; on a
+    device to new arrays, which take its place. What `parameter.grad` is then tells what has been reduced: any
+    other array is new.
+
+    Gradients may travel in another dtype than they have. They are cast to it where they lie, and back.
 
     Attributes:
         parameters: Those that take part.
@@ -60,7 +63,11 @@ class GradientSlots:
     """
 
     def __init__(
-        self, parameters: Mapping[str, chainer.Parameter], comm: Communicator, options: ReducerOptions
+        self,
+        parameters: Mapping[str, chainer.Parameter],
+        comm: Communicator,
+        options: ReducerOptions,
+        dtype: np.dtype[Any] | None = None,
     ) -> None:
         """Compare the parameters over ranks and allocate buckets. Collective.
 
@@ -68,6 +75,7 @@ class GradientSlots:
             parameters: By name. Those without an array yet are compared too, but take no part.
             comm: Ranks that train together.
             options: How to reduce.
+            dtype: That of the gradients on their way; None: the one that they have.
 
         Raises:
             UsageError: A dtype that cannot be reduced, or ChainerX arrays.
@@ -76,7 +84,8 @@ class GradientSlots:
         ready = {name: p for name, p in parameters.items() if p.is_initialized}
         self.parameters = list(ready.values())
         self._comm = comm
-        specs = specifications(comm.rank, ready)
+        specs = specifications(comm.rank, ready, dtype)
+        self._dtypes = [parameter.array.dtype for parameter in self.parameters]
         self.reducer = GradientReducer(comm, specs, options, self)
         self.is_repeatable = options.is_repeatable(comm.size)
         self._views: list[Array] = []
@@ -84,7 +93,8 @@ class GradientSlots:
         self._shown: list[Callable[[], Any]] = [_nothing] * len(specs)
         self._pending: dict[int, Any] = {}  # of the round under way, not in their slots yet
         self._own: set[int] = set()  # which of these may be reduced where they are
-        self._in_place: dict[int, Array] = {}  # which are
+        self._in_place: dict[int, Any] = {}  # which show the average afterwards
+        self._copies: dict[int, Any] = {}  # on a device, in place of slots
         self._done: dict[int, int] = {}  # checksums of what an update was made with
         self.loss_scale: float | None = None
         self._refresh_views()
@@ -123,7 +133,7 @@ class GradientSlots:
         total = 0
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                total = _checksum(parameter.grad, index ^ total)
+                total = checksum_of(parameter.grad, index ^ total)
         row = np.array([[total, is_new]], np.uint64)
         comm = self.reducer.comm
         found = row if comm is None else comm.allgather(row, name="checksum of the gradients")
@@ -133,7 +143,7 @@ class GradientSlots:
         """An update is over: what is still there unchanged when the next gradients are reduced is not one."""
         if not self.is_repeatable:
             self._done = {
-                index: _checksum(parameter.grad)
+                index: checksum_of(parameter.grad)
                 for index, parameter in enumerate(self.parameters)
                 if parameter.grad is not None and not self._is_new(index)
             }
@@ -141,7 +151,9 @@ class GradientSlots:
     def check_cleared(self) -> None:
         """Raise UsageError if a backward pass would add to what must not be reduced again."""
         for index, parameter in enumerate(self.parameters):
-            if not self.is_repeatable and not self._is_new(index) and np.any(parameter.grad):
+            if self.is_repeatable or parameter.grad is None or self._is_new(index):
+                continue
+            if parameter.grad.any():
                 raise self._reduced_twice(index)
 
     def _reduced_twice(self, index: int) -> UsageError:
@@ -185,17 +197,15 @@ class GradientSlots:
             if gradient is None or self.reducer.is_ready(index):
                 continue
             self._check(index, gradient)
-            is_done = gradient is self._shown[index]() and self._done.get(index) == _checksum(gradient)
-            if is_done and np.any(gradient):
+            if self._is_done(index, gradient):
                 raise self._reduced_twice(index)
             pending[index] = gradient
         # A sum in an array that another parameter's gradient is too, in another optimizer, would be added up.
-        self._own = _own_arrays(pending) if in_place and self.is_repeatable else set()
+        self._own = own_arrays(pending) if in_place and self.is_repeatable else set()
         # Before any bucket leaves: the array may be the slot of another parameter.
         for index, gradient in pending.items():
             if index not in self._own and gradient is not self._views[index]:
                 self._put(index, gradient)
-                pending[index] = self._views[index]
         try:
             for index in pending:
                 self.reducer.mark_ready(index)
@@ -209,12 +219,16 @@ class GradientSlots:
             result = self.reducer.finish()
         finally:
             in_place, self._in_place = self._in_place, {}
+            copies, self._copies = self._copies, {}
         self._refresh_views()
         for index in np.flatnonzero(result.produced).tolist():
-            array = in_place.get(index)
-            if array is not None and not array.flags.c_contiguous:
-                array[...] = self._views[index]
-            self._show(index, array)
+            reduced, own = copies.get(index, self._views[index]), in_place.get(index)
+            if own is None:
+                self._show(index, self._placed(index, reduced))
+                continue
+            if not self._is_reduced_itself(index, own):
+                own[...] = reduced
+            self._show(index, own)
         if chainer.is_debug():
             self._check_finite(result)
         return result
@@ -228,7 +242,7 @@ class GradientSlots:
         """Forget the round of a backward pass that was aborted by an exception."""
         if self.reducer.is_open:
             self.reducer.cancel()
-            self._in_place = {}
+            self._in_place, self._copies = {}, {}
             self._refresh_views()
 
     def join(self, after_round: Callable[[RoundResult], None]) -> int:
@@ -250,20 +264,19 @@ class GradientSlots:
     def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`: `send` has marked all gradients that there are.
 
-        They are reduced in place, or in their slots, where they are copied to. The average of the program's
-        own arrays is to be in them in any case.
+        They are reduced in place, or where they are copied to. The average of the program's own arrays is to
+        be in them in any case.
         """
         gradient = self._pending.get(index)
-        if gradient is None:  # `arrived` has put it into its slot
-            return IN_SLOT if self.reducer.is_ready(index) else None
-        if gradient is self._views[index]:
-            return IN_SLOT
-        if index in self._own:
+        if gradient is None and not self.reducer.is_ready(index):
+            return None
+        if gradient is not None and index in self._own and gradient is not self._views[index]:
             self._in_place[index] = gradient
-            if gradient.flags.c_contiguous:
-                return Gradient(address_of(gradient), gradient)
-        self._put(index, gradient)
-        return IN_SLOT
+            if self._is_reduced_itself(index, gradient):
+                return buffer_at(gradient)
+            self._put(index, gradient)
+        copy = self._copies.get(index)  # of what `arrived` and `send` have copied, too
+        return IN_SLOT if copy is None else buffer_at(copy)
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: this rank's backward pass has not told how the average is scaled.
@@ -272,17 +285,23 @@ class GradientSlots:
         """
         self.parameters[index]._loss_scale = self.loss_scale
 
+    def _is_done(self, index: int, gradient: Any) -> bool:
+        """Whether this is, unchanged, what an update was made with."""
+        if index not in self._done or gradient is not self._shown[index]():
+            return False
+        return self._done[index] == checksum_of(gradient) and bool(gradient.any())
+
     def _is_new(self, index: int) -> bool:
         gradient = self.parameters[index].grad
         return gradient is not None and gradient is not self._shown[index]()
 
     def _check(self, index: int, gradient: Any) -> None:
-        view = self._views[index]
-        if gradient.dtype != view.dtype or gradient.shape != view.shape:
+        dtype, shape = self._dtypes[index], self.reducer.specs[index].shape
+        if gradient.dtype != dtype or gradient.shape != shape:
             name = self.reducer.specs[index].name
             raise UsageError(
                 f"rank {self._comm.rank}: the gradient of '{name}' has become {gradient.dtype} "
-                f"{gradient.shape}, it was {view.dtype} {view.shape} when the model was set up; set the "
+                f"{gradient.shape}, it was {dtype} {shape} when the model was set up; set the "
                 "optimizer up again after changing a model",
                 rank=self._comm.rank,
                 tensor=name,
@@ -291,28 +310,38 @@ class GradientSlots:
     def _check_finite(self, result: RoundResult) -> None:
         """In Chainer's debug mode, as ChainerMN does."""
         for index in np.flatnonzero(result.produced).tolist():
-            if not np.isfinite(to_host(self.parameters[index].grad)).all():
+            gradient = self.parameters[index].grad
+            if not chainer.backend.get_array_module(gradient).isfinite(gradient).all():
                 name = self.reducer.specs[index].name
                 raise ValueError(
                     f"Parameters diverged after allreduce. The averaged gradient of '{name}' is not finite."
                 )
 
-    def _put(self, index: int, gradient: Any) -> None:
-        view = self._views[index]
-        host = to_host(gradient) if on_device(gradient) else gradient
-        if view.nbytes >= STREAMING_BYTES and host.flags.c_contiguous:
-            copy_large(address_of(view), address_of(host), view.nbytes)
-        else:
-            view[...] = host
+    def _is_reduced_itself(self, index: int, gradient: Any) -> bool:
+        """Whether a gradient of the program's own may be given to the core as it is."""
+        return bool(gradient.flags.c_contiguous and gradient.dtype == self._views[index].dtype)
 
-    def _show(self, index: int, in_place: Array | None = None) -> None:
+    def _put(self, index: int, gradient: Any) -> None:
+        """Copy a gradient to where it may be reduced: its slot, or new memory of its device."""
+        view = self._views[index]
+        if on_device(gradient):
+            self._copies[index] = gradient.astype(view.dtype, order="C", copy=True)
+        elif view.nbytes >= STREAMING_BYTES and self._is_reduced_itself(index, gradient):
+            copy_large(address_of(view), address_of(gradient), view.nbytes)
+        else:
+            view[...] = gradient
+
+    def _placed(self, index: int, reduced: Any) -> Any:
+        """An average as the gradient of its parameter: a view of its slot, where that is of its dtype."""
+        shown = to_device(reduced, on_device(self.parameters[index].array))
+        return shown.astype(self._dtypes[index], copy=False)
+
+    def _show(self, index: int, shown: Any) -> None:
         parameter = self.parameters[index]
-        shown = to_device(self._views[index], on_device(parameter.array)) if in_place is None else in_place
         # To set it takes Chainer longer than to look. It also forgets how the gradient was computed.
         if parameter.grad is not shown or _has_history(parameter):
             parameter.grad = shown
-        # CuPy has no weak references.
-        self._shown[index] = weakref.ref(shown) if isinstance(shown, np.ndarray) else lambda: shown
+        self._shown[index] = reference_to(shown)
 
     def _refresh_views(self) -> None:
         """Views of the slots, if these have moved; gradients move along."""
@@ -322,37 +351,11 @@ class GradientSlots:
         self._views = self.reducer.views
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad is before[index]:
-                self._show(index)
-
-
-def _checksum(array: Any, before: int = 0) -> int:
-    return checksum(to_host(array), before)
+                self._show(index, self._views[index])
 
 
 def _nothing() -> None:
     """A dead reference."""
-
-
-def _own_arrays(gradients: Mapping[int, Any]) -> set[int]:
-    """Indexes of the gradients in writable host memory that no other of them shares."""
-    extents = sorted((*_extent(g), k) for k, g in gradients.items() if isinstance(g, np.ndarray) and g.size)
-    reach, last, shared = 0, -1, set()
-    for begin, end, index in extents:
-        if begin < reach:
-            shared |= {last, index}
-        if end > reach:
-            reach, last = end, index
-    return {index for _, _, index in extents if gradients[index].flags.writeable} - shared
-
-
-def _extent(array: Array) -> tuple[int, int]:
-    """The addresses where an array begins and ends."""
-    first = address_of(array)
-    if array.flags.c_contiguous:
-        return first, first + array.nbytes
-    spans = [(length - 1) * step for length, step in zip(array.shape, array.strides, strict=True)]
-    begin, end = (first + sum(span for span in spans if (span < 0) == low) for low in (True, False))
-    return begin, end + array.itemsize
 
 
 def _has_history(parameter: chainer.Parameter) -> bool:
@@ -361,20 +364,29 @@ def _has_history(parameter: chainer.Parameter) -> bool:
     return known is not None and known.creator_node is not None
 
 
-def specifications(rank: int, parameters: Mapping[str, chainer.Parameter]) -> list[ParameterSpec]:
+def specifications(
+    rank: int, parameters: Mapping[str, chainer.Parameter], dtype: np.dtype[Any] | None = None
+) -> list[ParameterSpec]:
     """What the ranks have to agree on for each initialised parameter.
+
+    Args:
+        rank: For messages.
+        parameters: By name.
+        dtype: That of the gradients on their way; None: the one that they have.
 
     Raises:
         UsageError: An array is of ChainerX.
     """
-    return [_specification(rank, name, p) for name, p in parameters.items() if p.is_initialized]
+    return [_specification(rank, name, p, dtype) for name, p in parameters.items() if p.is_initialized]
 
 
-def _specification(rank: int, name: str, parameter: chainer.Parameter) -> ParameterSpec:
+def _specification(
+    rank: int, name: str, parameter: chainer.Parameter, dtype: np.dtype[Any] | None
+) -> ParameterSpec:
     array = parameter.array
     if not isinstance(array, np.ndarray) and not on_device(array):
         raise UsageError(
             f"rank {rank}: parameter '{name}' is an array of {type(array).__module__}; gradients of NumPy "
             "and CuPy arrays are reduced: move the model with to_cpu() or to_gpu()"
         )
-    return ParameterSpec(name, tuple(array.shape), array.dtype.name)
+    return ParameterSpec(name, tuple(array.shape), (array.dtype if dtype is None else dtype).name)

@@ -6,12 +6,12 @@ asked for yet waits here.
 
     letter          header                                    then
     object          tag, the object                           nothing
-    small arrays    tag, whether a tuple, place, the arrays   nothing
-    large arrays    tag, whether a tuple, place, how many     one message of the core for each array
+    small arrays    tag, whether a tuple, the arrays          nothing
+    other arrays    tag, whether a tuple, their forms         one message of the core for each array
 
 The core lets one small message between two ranks leave before it is received, so that two ranks may both send
-first and then receive; with large ones or several, one has to receive first. (ChainerMN over MPI always
-waits for the receiver.)
+first and then receive; with large ones, several, or arrays on a device, one has to receive first. (ChainerMN
+over MPI always waits for the receiver.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from multiring import Communicator
-from multiring.chainer.arrays import check_dtype, check_same_dtype, is_array, on_device, to_device, to_host
+from multiring.chainer.arrays import (
+    check_dtype,
+    check_same_dtype,
+    empty,
+    is_array,
+    on_device,
+    ordered,
+    to_device,
+)
 from multiring.errors import UsageError
 
 __all__ = ["Mailbox"]
@@ -70,14 +78,14 @@ class Mailbox:
             nbytes = sum(x.nbytes for x in copies)
             self._keep(dest, _Letter(tag, False, copies if is_tuple else copies[0], nbytes))
             return
-        device = bool(arrays) and on_device(arrays[0])
-        staged = [to_host(x) for x in arrays]
-        if sum(x.nbytes for x in staged) <= _SMALL_BYTES:
-            self._send_header((tag, False, is_tuple, device, staged), dest)
+        is_small = sum(x.nbytes for x in arrays) <= _SMALL_BYTES
+        if is_small and not any(on_device(x) for x in arrays):
+            self._send_header((tag, False, is_tuple, True, [np.asarray(x) for x in arrays]), dest)
             return
-        self._send_header((tag, False, is_tuple, device, len(staged)), dest)
-        for x in staged:
-            self._comm.send(x, dest)
+        forms = [(tuple(x.shape), x.dtype.str, on_device(x)) for x in arrays]
+        self._send_header((tag, False, is_tuple, False, forms), dest)
+        for x in arrays:
+            self._comm.send(ordered(x), dest)
 
     def send_object(self, obj: Any, dest: int, tag: int) -> None:
         """Send anything that can be pickled."""
@@ -135,11 +143,15 @@ class Mailbox:
         tag, is_object, *rest = pickle.loads(data)
         if is_object:
             return _Letter(tag, True, rest[0], data.nbytes)
-        is_tuple, device, content = rest
-        staged = [self._comm.recv(source) for _ in range(content)] if isinstance(content, int) else content
-        arrays = tuple(to_device(x, device) for x in staged)
-        nbytes = sum(x.nbytes for x in staged)
+        is_tuple, has_arrays, content = rest
+        arrays = tuple(content if has_arrays else [self._receive_array(source, *form) for form in content])
+        nbytes = sum(x.nbytes for x in arrays)
         return _Letter(tag, False, arrays if is_tuple else arrays[0], nbytes)
+
+    def _receive_array(self, source: int, shape: tuple[int, ...], dtype: str, device: bool) -> Any:
+        array = empty(shape, dtype, device)
+        self._comm.recv(source, out=array)
+        return to_device(array, device)
 
 
 def _fill_status(status: Any, source: int, letter: _Letter) -> None:

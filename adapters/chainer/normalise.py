@@ -66,9 +66,9 @@ class Normalise(chainer.Function):
         plain = _channel_sums(gradient)
         product = gradient * deviation
         weighted = _channel_sums(product) * self._scale
-        sums = np.stack([to_host(plain), to_host(weighted)])
+        sums = chainer.backend.get_array_module(x).stack([plain, weighted])
         self._comm.allreduce(sums, op="sum", out=sums, name=f"{self._name} backward", comm_dtype="float32")
-        means = to_device(sums / max(self._statistics.samples, 1.0), on_device(x))
+        means = sums / max(self._statistics.samples, 1.0)
         factor = self._scale * gamma
         # factor * (gradient - mean of gradients - normalised * mean of (gradient * normalised))
         deviation *= _per_channel(-factor * self._scale * means[1], x)

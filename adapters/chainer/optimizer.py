@@ -336,7 +336,8 @@ class MultiNodeOptimizer:
         plain = self.communicator.plain
         parameters = named_parameters(self.target)
         if not parameters or any(parameter.is_initialized for parameter in parameters.values()):
-            check_parameters(plain.rank, specifications(plain.rank, parameters), self._options)
+            specs = specifications(plain.rank, parameters, self.communicator.dtype_of_gradients)
+            check_parameters(plain.rank, specs, self._options)
         entries = [(name, _describe(parameter)) for name, parameter in parameters.items()]
         check_same(plain, entries, "parameters of the model")
         self._broadcast_buffers()
@@ -356,7 +357,8 @@ class MultiNodeOptimizer:
 
     def _new_slots(self, parameters: dict[str, chainer.Parameter], count: int) -> list[GradientSlots]:
         """Sets of buckets that go on from what compression has kept back in those before them."""
-        made = [GradientSlots(parameters, self.communicator.plain, self._options) for _ in range(count)]
+        plain, dtype = self.communicator.plain, self.communicator.dtype_of_gradients
+        made = [GradientSlots(parameters, plain, self._options, dtype) for _ in range(count)]
         for slots, residuals in zip(made, self._residuals, strict=False):
             slots.reducer.transfer_residuals(residuals)
         self._residuals = []

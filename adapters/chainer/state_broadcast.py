@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import chainer
 from multiring import Communicator
-from multiring.chainer.arrays import Array, is_array, on_device, to_device, to_host
+from multiring.chainer.arrays import empty, is_array, on_device, ordered, to_device, to_host
 from multiring.chainer.gradient_slots import named_parameters
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.objects import pickled
@@ -85,16 +85,20 @@ def parameter_arrays(link: chainer.Link) -> dict[str, Any]:
 
 def broadcast_arrays(arrays: Mapping[str, Any], root: int = 0, comm: Group = None) -> None:
     """Overwrite arrays, of NumPy or CuPy, with those of `root`. Collective; see `broadcast_parameters`."""
-    # Arrays of the host without gaps are received where they are; others by way of a copy.
-    staged = {name: to_host(array) for name, array in arrays.items()}
-    broadcast.broadcast_arrays(plain_communicator(comm), staged, root)
+    # Arrays without gaps are received where they are; others by way of a copy.
+    staged = _together(arrays)
+    buffers = [
+        broadcast.StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {arrays[name].shape}")
+        for name, array in staged.items()
+    ]
+    broadcast.broadcast_state(plain_communicator(comm), buffers, root)
     _take_over(arrays, staged)
 
 
 def sync_buffers(link: chainer.Link, comm: Communicator, mode: BufferMode, active: Sequence[bool]) -> None:
     """Make the buffers of all ranks the same: see `multiring.state.buffer_sync.sync_arrays`. Collective."""
     arrays = _buffers(link) if mode != "local" else {}
-    staged = {name: to_host(array) for name, array in arrays.items()}
+    staged = _together(arrays)
     sync_arrays(comm, staged, mode, active)
     _take_over(arrays, staged)
 
@@ -149,12 +153,24 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
     state = None
     if plain.rank == root:
         own = _own_entries(plain.rank, rules)
-        found = {name: (rule.t, _on_host(rule.state, own[name]), own[name]) for name, rule in rules.items()}
+        found = {name: (rule.t, _forms(rule.state, own[name]), own[name]) for name, rule in rules.items()}
         scaling = {key: value for key, value in vars(optimizer).items() if key in _LOSS_SCALING}
         state = (optimizer.t, optimizer.epoch, scaling, found)
     received = plain.broadcast_object(state, root)
-    if plain.rank == root:
-        return
+    forms = {name: values or {} for name, (_, values, _) in received[-1].items()}
+    if plain.rank != root:
+        _take_state(optimizer, rules, received)
+    arrays = {
+        f"{name}: {key}": rules[name].state[key]
+        for name, values in forms.items()
+        for key, value in values.items()
+        if isinstance(value, _Form)
+    }
+    broadcast_arrays(arrays, root, plain)
+
+
+def _take_state(optimizer: Any, rules: Mapping[str, Any], received: Any) -> None:
+    """Take over the root's state, with memory for its arrays, where the parameters lie."""
     optimizer.t, optimizer.epoch, scaling, found = received
     if optimizer._loss_scaling_is_dynamic:
         vars(optimizer).update(scaling)
@@ -164,8 +180,8 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
         if kept and rule.state is None:
             rule._init_states(parameter)
         mine = {key: rule.state[key] for key in kept if key in rule.state}
-        placed = _placed(values, on_device(parameter.array))
-        rule.t, rule._state = count, None if placed is None else placed | mine
+        device = on_device(parameter.array)
+        rule.t, rule._state = count, None if values is None else _placed(values, device) | mine
 
 
 def state_digest(optimizer: chainer.Optimizer) -> str:
@@ -212,16 +228,26 @@ def _own_entries(rank: int, rules: Mapping[str, Any]) -> dict[str, list[str]]:
     return result
 
 
-def _on_host(state: Mapping[str, Any] | None, omitted: Sequence[str]) -> dict[str, Any] | None:
+class _Form(NamedTuple):
+    """Stands for an array, which travels by itself."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _forms(state: Mapping[str, Any] | None, omitted: Sequence[str]) -> dict[str, Any] | None:
     if state is None:
         return None
-    return {k: to_host(v) if is_array(v) else v for k, v in state.items() if k not in omitted}
+    return {key: _form(value) for key, value in state.items() if key not in omitted}
 
 
-def _placed(state: Mapping[str, Any] | None, device: bool) -> dict[str, Any] | None:
-    return (
-        None if state is None else {k: to_device(v, device) if is_array(v) else v for k, v in state.items()}
-    )
+def _form(value: Any) -> Any:
+    is_form = is_array(value) and not isinstance(value, np.generic) and not value.dtype.hasobject
+    return _Form(tuple(value.shape), value.dtype.str) if is_form else value
+
+
+def _placed(values: Mapping[str, Any], device: bool) -> dict[str, Any]:
+    return {k: empty(v.shape, v.dtype, device) if isinstance(v, _Form) else v for k, v in values.items()}
 
 
 def _is_constant(value: Any) -> bool:
@@ -242,11 +268,18 @@ def _buffers(link: chainer.Link) -> dict[str, Any]:
     }
 
 
-def _take_over(arrays: Mapping[str, Any], staged: Mapping[str, Array]) -> None:
+def _together(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays in C order; on the device if one of them is there, since they travel together."""
+    device = any(on_device(array) for array in arrays.values())
+    return {name: to_device(ordered(array), device) for name, array in arrays.items()}
+
+
+def _take_over(arrays: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
     """Copy what has arrived where it was not received in place."""
     for name, array in arrays.items():
-        if on_device(array) or not np.may_share_memory(staged[name], array):
-            array[...] = to_device(staged[name].reshape(array.shape), on_device(array))
+        found = staged[name] if on_device(array) else to_host(staged[name])
+        if found is not array:
+            array[...] = found.reshape(array.shape)
 
 
 def _settings(owner: str, found: Any) -> Iterator[tuple[str, object]]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from multiring import Communicator
+from multiring.benchmarks.collectives import on_devices
 from multiring.benchmarks.collectives.cases import (
     BANDWIDTH_COLUMN,
     HOW_TIMED,
@@ -52,6 +53,11 @@ what is measured:
   MPICH                the same beside Open MPI, in processes of its own that take the ranks' place for their
                        turns (--mpich)
 
+  With --device cuda the arrays lie on GPUs: each rank's is that of its number on its host, in turn where
+  there are fewer. The limit is the slowest of three parts, which are measured as well: copies to pinned host
+  memory by all ranks at once, the allreduce on the host, and copies back. NCCL, which needs a GPU for each
+  rank and passes no host where GPUs reach each other, may be faster than that. --peers gloo leaves NCCL out.
+
 {HOW_TIMED}
 
 columns:
@@ -69,6 +75,7 @@ examples:
   mpirun -n 2 multiring bench allreduce
   multiring bench allreduce --emulate 2x4 --rate 1gbit --sizes 4KiB,1MiB,16MiB
   multiring bench allreduce --emulate 2x1 --mpich ~/mpich
+  multiring bench allreduce --device cuda -np 2 --json results.json
 """
 
 
@@ -96,6 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bytes as every host has to send",
     )
     parser.add_argument(
+        "--device",
+        choices=("cuda",),
+        help="measure arrays on GPUs, PyTorch's or CuPy's, beside NCCL and Gloo",
+    )
+    parser.add_argument(
         "--comm-dtype",
         choices=("bfloat16", "float16"),
         help="measure also what crosses from host to host in half precision",
@@ -113,10 +125,12 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
     """Measures all sizes; see `command.Benchmark`.
 
     Raises:
-        UsageError: MPI was not started by its own launcher.
+        UsageError: MPI was not started by its own launcher, or there is no device.
         InternalError: A contender's result is wrong, or did not cross the emulated links, or a rank does
             not come back from it.
     """
+    if args.device is not None:
+        return _run_on_devices(comm, args)
     contenders: list[Contender[FloatArray] | Elsewhere] = [
         *make_contenders(comm, args.peers, args.comm_dtype, args.modes)
     ]
@@ -137,6 +151,16 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
         rows=tuple(measured),
         left_out=_LEFT_OUT if args.peers and NAME not in names else "",
     )
+
+
+def _run_on_devices(comm: Communicator, args: argparse.Namespace) -> Report:
+    field, task = on_devices.Field(comm, args.peers), Sum(comm.rank, comm.size)
+    parts = on_devices.LIMIT_PARTS
+    cases = [Case(ALLREDUCE, size, size // ITEM, field.contenders, task, None, parts) for size in args.sizes]
+    measured = measure_cases(comm, args, cases)
+    field.close()
+    fields = Report.run_fields(comm, args, {"on": field.device})
+    return Report(**fields, rows=tuple(measured), parts=parts, left_out=field.left_out)
 
 
 def _crossing(emulation: Emulation | None, size: int) -> Crossing | None:

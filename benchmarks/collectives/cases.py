@@ -72,6 +72,7 @@ class Case(Generic[Arrays]):
         contenders: Who does it.
         task: What it is.
         crossing: What it needs of emulated hosts; None: the ranks are not on any.
+        limit: Names of the contenders the slowest of which is the limit; empty: it is not one of these.
     """
 
     operation: str
@@ -80,6 +81,7 @@ class Case(Generic[Arrays]):
     contenders: Sequence[Contender[Arrays] | Elsewhere]
     task: Task[Arrays]
     crossing: Crossing | None
+    limit: Sequence[str] = ()
 
 
 def add_case_arguments(
@@ -134,7 +136,7 @@ def _peers(text: str) -> list[str]:
 def measure_cases(comm: Communicator, args: argparse.Namespace, cases: Sequence[Case[Arrays]]) -> list[Row]:
     """Measures one case after the other, with a line on stderr for each. Collective.
 
-    On emulated hosts the limit follows the contenders.
+    On emulated hosts, and with `Case.limit`, the limit follows the contenders.
 
     Raises:
         InternalError: A contender's result is wrong, or did not cross the emulated links, or a rank does
@@ -158,6 +160,9 @@ def measure_cases(comm: Communicator, args: argparse.Namespace, cases: Sequence[
         measured += new
         if emulation is not None:
             measured.append(_limit(emulation, case, new))
+        if case.limit:
+            slowest = max(one.sample.median for one in new if one.contender in case.limit)
+            measured.append(_calculated(case, slowest))
         if comm.rank == 0:
             title = "" if case.operation == ALLREDUCE else f"{case.operation} "
             line = ", ".join(f"{one.contender} {time_text(one.sample.median)} us" for one in new)
@@ -172,6 +177,10 @@ def _limit(emulation: Emulation, case: Case[Arrays], measured: Sequence[Row]) ->
         if contender.exact:
             check_crossed(one, case.crossing)
     seconds = case.crossing.busiest / emulation.bytes_per_second
+    return _calculated(case, seconds)
+
+
+def _calculated(case: Case[Arrays], seconds: float) -> Row:
     return Row(LIMIT, case.bytes, Sample(seconds, seconds, seconds, 0), collective=case.operation)
 
 

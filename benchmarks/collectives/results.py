@@ -57,9 +57,11 @@ class Report(Results):
 
     Attributes:
         rows: By collective, by size, then in the order of the contenders.
+        parts: The contenders that are parts of the limit.
     """
 
     rows: tuple[Row, ...]
+    parts: tuple[str, ...] = ()
 
     @property
     def what(self) -> str:
@@ -79,7 +81,7 @@ class Report(Results):
     @property
     def peers(self) -> list[str]:
         """The names of the other libraries, in their order."""
-        return [name for name in self.contenders if name not in (*OURS, LIMIT)]
+        return [name for name in self.contenders if name not in (*OURS, LIMIT, *self.parts)]
 
     @property
     def _collectives(self) -> list[str]:
@@ -224,7 +226,7 @@ class Report(Results):
         ]
 
     def _panel(self, collective: str, title: str, unit: str, value: Callable[[Row, float], float]) -> Lines:
-        peers = iter(_PEER_STYLES * len(self.peers))
+        peers = iter(_PEER_STYLES * len(self.contenders))
         lines = []
         # The limit stays visible where another line reaches it.
         for name in sorted(self.contenders, key=lambda name: name == LIMIT):

@@ -23,6 +23,7 @@ __all__ = [
     "copy_large",
     "empty_like",
     "into",
+    "joined",
     "like",
     "multiply",
     "set_arrays",
@@ -110,6 +111,12 @@ def contiguous(x: Array) -> Array:
         make = _maker(x, "ascontiguousarray")
         return x if make is None else make(x)
     return x
+
+
+def joined(arrays: Sequence[Any]) -> Any:
+    """The elements of arrays of one library, dtype and device, one after the other. Shape (elements,)."""
+    flat = [contiguous(x).reshape(-1) for x in arrays]
+    return (_maker(flat[0], "concatenate") or np.concatenate)(flat)
 
 
 def _is_on_device(x: Array) -> bool:

@@ -153,7 +153,7 @@ class Array:
         return Array(self._layout[key], self._owner)
 
     def __setitem__(self, key: Any, values: Array) -> None:
-        _copy(self[key], values)
+        copy(self[key], values)
 
     def __add__(self, summand: float) -> Array:
         return self._scaled(1, summand, empty_like(self))
@@ -173,6 +173,11 @@ class Array:
         size = int(np.prod(self.shape))
         driver().fake_cuda_scale(_current.stream, out.address, self.address, size, factor, summand)
         return out
+
+
+def layout(address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """What NumPy takes for an array at an address, which it must not look at."""
+    return np.asarray(_Layout(address, shape, dtype))
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: int = 0, *, managed: bool = False) -> Array:
@@ -212,11 +217,12 @@ def ascontiguousarray(x: Array) -> Array:
     if x.flags.c_contiguous:
         return x
     made = empty_like(x)
-    _copy(made, x)
+    copy(made, x)
     return made
 
 
-def _copy(to: Array, source: Array) -> None:
+def copy(to: Array, source: Array) -> None:
+    """Work of the current stream: copies elements between arrays that need not be contiguous."""
     assert to.shape == source.shape
     dims = len(to.shape)
     extents = ctypes.c_int64 * dims
@@ -233,14 +239,24 @@ def _copy(to: Array, source: Array) -> None:
     )
 
 
+def current_stream() -> int:
+    return int(_current.stream)
+
+
+def use_stream(stream: int) -> int:
+    """Makes a stream the current one; the one before."""
+    before, _current.stream = _current.stream, stream
+    return int(before)
+
+
 @contextlib.contextmanager
 def stream(device: int = 0) -> Iterator[int]:
     """A stream of its own, which is the current one in the block."""
-    before, _current.stream = _current.stream, driver().fake_cuda_stream(device)
+    before = use_stream(driver().fake_cuda_stream(device))
     try:
         yield _current.stream
     finally:
-        _current.stream = before
+        use_stream(before)
 
 
 def busy(seconds: float = BUSY_SECONDS) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring.arrays import joined
 from multiring.communicator import Communicator
 from multiring.derived import resolve
 from multiring.errors import UsageError
@@ -27,12 +28,13 @@ class StateBuffer:
 
     Attributes:
         name: Unique name, the same on every rank.
-        data: Its memory as writable bytes, shape (nbytes,). Bytes, so that every dtype travels alike.
+        data: Its memory as writable bytes, shape (nbytes,), of NumPy, or on a device as that of all others.
+            Bytes, so that every dtype travels alike.
         description: Dtype and shape, compared across ranks.
     """
 
     name: str
-    data: NDArray[np.uint8]
+    data: Any
     description: str = ""
 
 
@@ -121,7 +123,7 @@ def _packs(buffers: Sequence[StateBuffer], limit: int) -> Iterator[list[StateBuf
 
 
 def _broadcast_packed(comm: Communicator, pack: Sequence[StateBuffer], root: int, name: str) -> None:
-    packed = np.concatenate([item.data for item in pack])
+    packed = joined([item.data for item in pack])
     comm.broadcast(packed, root=root, out=packed, name=name)
     if comm.rank != root:
         ends = np.cumsum([item.data.nbytes for item in pack])

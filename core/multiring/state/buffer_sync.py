@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from multiring.arrays import contiguous, joined
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import first_and_more
 from multiring.types import BufferMode
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_mode", "sync_arrays"]
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, Any]
 
 _MODES = get_args(BufferMode)
 
@@ -35,7 +35,8 @@ def sync_arrays(
 
     Args:
         comm: Ranks that train together.
-        arrays: Writable arrays by name, the same names, shapes and dtypes in the same order on every rank.
+        arrays: Writable arrays by name, the same names, shapes and dtypes in the same order on every rank; of
+            one library that has NumPy's names, all on the host or all on one device.
         mode: What to do, see `BufferMode`.
         active: Per rank, whether it has data and its arrays count; all of them by default.
 
@@ -50,12 +51,12 @@ def sync_arrays(
     averaged = {name: a for name, a in arrays.items() if mode == "average" and a.dtype.kind in "fc"}
     others = {name: array for name, array in arrays.items() if name not in averaged}
     if others:
-        packed = np.concatenate([_flat(array).view(np.uint8) for array in others.values()])
+        packed = joined([contiguous(array).reshape(-1).view(np.uint8) for array in others.values()])
         comm.broadcast(packed, root=counted.index(True), out=packed, name=_title(others))
         _unpack(packed, others)
     for dtype in sorted({array.dtype for array in averaged.values()}, key=str):
         part = {name: array for name, array in averaged.items() if array.dtype == dtype}
-        packed = np.concatenate([_flat(array) for array in part.values()])
+        packed = joined(list(part.values()))
         packed = packed.view(packed.real.dtype)
         if not counted[comm.rank]:
             packed[:] = 0
@@ -63,14 +64,13 @@ def sync_arrays(
         _unpack(packed, part)
 
 
-def _flat(array: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(array).reshape(-1)
-
-
-def _unpack(packed: NDArray[Any], arrays: Arrays) -> None:
+def _unpack(packed: Any, arrays: Arrays) -> None:
     data, start = packed.view(np.uint8), 0
     for array in arrays.values():
-        array[...] = data[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        part = data[start : start + array.nbytes]
+        if start % array.itemsize:  # a device reads elements at multiples of their size only
+            part = part.copy()
+        array[...] = part.view(array.dtype).reshape(array.shape)
         start += array.nbytes
 
 
