@@ -54,8 +54,10 @@ def empty(shape: tuple[int, ...], dtype: Any, device: bool) -> Any:
 
 def joined(arrays: Sequence[Any]) -> Any:
     """The elements of arrays of one dtype, all on the device or all in host memory, one after the other."""
-    flat = [ordered(x).reshape(-1) for x in arrays]
-    return cuda.cupy.concatenate(flat) if on_device(arrays[0]) else np.concatenate(flat)
+    if not on_device(arrays[0]):
+        return np.concatenate([ordered(x).reshape(-1) for x in arrays])
+    with arrays[0].device:
+        return cuda.cupy.concatenate([ordered(x).reshape(-1) for x in arrays])
 
 
 def to_host(x: Any) -> Array:

@@ -200,9 +200,10 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
 
     @property
     def dtype_of_gradients(self) -> np.dtype[Any] | None:
-        """What gradients are cast to before they are averaged; None: they travel as they are."""
+        """What gradients are cast to before they are averaged; None: they travel as they are, or not at
+        all."""
         dtype: np.dtype[Any] | None = self.allreduce_grad_dtype
-        return dtype if dtype == np.float16 else None
+        return dtype if dtype == np.float16 and self.size > 1 else None
 
     # Arrays.
 

@@ -94,7 +94,8 @@ class GradientSlots:
         self._pending: dict[int, Any] = {}  # of the round under way, not in their slots yet
         self._own: set[int] = set()  # which of these may be reduced where they are
         self._in_place: dict[int, Any] = {}  # which show the average afterwards
-        self._copies: dict[int, Any] = {}  # on a device, in place of slots
+        # On a device, in place of slots: arrays, and their memory with the stream that has made the copy.
+        self._copies: dict[int, tuple[Any, Gradient]] = {}
         self._done: dict[int, int] = {}  # checksums of what an update was made with
         self.loss_scale: float | None = None
         self._refresh_views()
@@ -222,7 +223,7 @@ class GradientSlots:
             copies, self._copies = self._copies, {}
         self._refresh_views()
         for index in np.flatnonzero(result.produced).tolist():
-            reduced, own = copies.get(index, self._views[index]), in_place.get(index)
+            reduced, own = copies.get(index, (self._views[index],))[0], in_place.get(index)
             if own is None:
                 self._show(index, self._placed(index, reduced))
                 continue
@@ -275,8 +276,8 @@ class GradientSlots:
             if self._is_reduced_itself(index, gradient):
                 return buffer_at(gradient)
             self._put(index, gradient)
-        copy = self._copies.get(index)  # of what `arrived` and `send` have copied, too
-        return IN_SLOT if copy is None else buffer_at(copy)
+        found = self._copies.get(index)  # of what `arrived` and `send` have copied, too
+        return IN_SLOT if found is None else found[1]
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: this rank's backward pass has not told how the average is scaled.
@@ -325,7 +326,9 @@ class GradientSlots:
         """Copy a gradient to where it may be reduced: its slot, or new memory of its device."""
         view = self._views[index]
         if on_device(gradient):
-            self._copies[index] = gradient.astype(view.dtype, order="C", copy=True)
+            with gradient.device:
+                copy = gradient.astype(view.dtype, order="C", copy=True)
+            self._copies[index] = copy, buffer_at(copy)
         elif view.nbytes >= STREAMING_BYTES and self._is_reduced_itself(index, gradient):
             copy_large(address_of(view), address_of(gradient), view.nbytes)
         else:
@@ -333,8 +336,11 @@ class GradientSlots:
 
     def _placed(self, index: int, reduced: Any) -> Any:
         """An average as the gradient of its parameter: a view of its slot, where that is of its dtype."""
-        shown = to_device(reduced, on_device(self.parameters[index].array))
-        return shown.astype(self._dtypes[index], copy=False)
+        array, dtype = self.parameters[index].array, self._dtypes[index]
+        if not on_device(array):
+            return reduced.astype(dtype, copy=False)
+        with array.device:
+            return to_device(reduced, True).astype(dtype, copy=False)
 
     def _show(self, index: int, shown: Any) -> None:
         parameter = self.parameters[index]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -144,14 +145,16 @@ class Mailbox:
         if is_object:
             return _Letter(tag, True, rest[0], data.nbytes)
         is_tuple, has_arrays, content = rest
-        arrays = tuple(content if has_arrays else [self._receive_array(source, *form) for form in content])
+        arrays = tuple(content if has_arrays else self._receive_all(source, content))
         nbytes = sum(x.nbytes for x in arrays)
         return _Letter(tag, False, arrays if is_tuple else arrays[0], nbytes)
 
-    def _receive_array(self, source: int, shape: tuple[int, ...], dtype: str, device: bool) -> Any:
-        array = empty(shape, dtype, device)
-        self._comm.recv(source, out=array)
-        return to_device(array, device)
+    def _receive_all(self, source: int, forms: Sequence[tuple[tuple[int, ...], str, bool]]) -> list[Any]:
+        arrays = [empty(shape, dtype, device) for shape, dtype, device in forms]
+        for array in arrays:
+            self._comm.recv(source, out=array)
+        # Only now: without a device this raises, and what comes next has to be the next letter.
+        return [to_device(array, device) for array, (_, _, device) in zip(arrays, forms, strict=True)]
 
 
 def _fill_status(status: Any, source: int, letter: _Letter) -> None:

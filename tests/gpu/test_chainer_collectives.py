@@ -4,6 +4,7 @@ early."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import chainermn
 from chainer.backends import cuda
 
 import multiring.chainer
-from multiring import Communicator
+from multiring import Communicator, UsageError
 from tests.on_ranks import on_ranks
 
 DTYPES = ("bool", "int8", "uint16", "int32", "int64", "float16", "float32", "float64")
@@ -60,10 +61,10 @@ def test_shapes_that_differ(comm: Communicator, name: str) -> None:
     for found in (mn.allgather(x), mn.gather(x, root=1)):
         for r, one in enumerate(found or ()):
             assert_placed(one, _values(r, shapes[r]))
-    arrays = tuple(placed(_values(r, shape)) for r, shape in enumerate(shapes))
-    for r, one in enumerate(mn.alltoall(arrays)):
-        assert_placed(one, _values(mn.rank, shapes[mn.rank])), r
-    assert_placed(mn.scatter(arrays if mn.rank == 0 else None, root=0), _values(mn.rank, shapes[mn.rank]))
+    sent = tuple(placed(_values(10 * mn.rank + r, shape)) for r, shape in enumerate(shapes))
+    for r, one in enumerate(mn.alltoall(sent)):
+        assert_placed(one, _values(10 * r + mn.rank, shapes[mn.rank]))
+    assert_placed(mn.scatter(sent if mn.rank == 0 else None, root=0), _values(mn.rank, shapes[mn.rank]))
     turned = placed(_values(mn.rank)).T
     assert_placed(mn.allreduce(turned), sum(_values(r).T for r in range(mn.size)))
     assert_placed(mn.bcast(turned, root=1), _values(1).T)
@@ -142,6 +143,20 @@ def test_host_on_one_rank(comm: Communicator, name: str) -> None:
 
 @on_ranks(2)
 @LIBRARIES
+def test_a_rank_without_cupy(comm: Communicator, name: str) -> None:
+    """It is told so by what it receives first, and goes on with the next message."""
+    mn = communicator(comm)
+    if mn.rank == 0:
+        mn.send((placed(_values(0)), placed(_values(1))), 1)
+        mn.send(_values(2), 1)
+        return
+    with mock.patch.object(cuda, "available", False), pytest.raises(UsageError, match="there is no CuPy"):
+        mn.recv(0)
+    np.testing.assert_array_equal(mn.recv(0), _values(2))
+
+
+@on_ranks(2)
+@LIBRARIES
 def test_names_of_chainermn(comm: Communicator, name: str) -> None:
     for kind in NAMES:
         mn = multiring.chainer.create_communicator(kind)
@@ -158,13 +173,12 @@ def test_functions_of_chainermn(comm: Communicator, name: str) -> None:
     loss = chainer.functions.sum(every[0] * 2 + every[1])
     loss.backward()
     assert_placed(x.grad, np.full((3, 4), 4 if mn.rank == 0 else 2, np.float32))
-    for function, wanted in ((chainermn.functions.bcast, [2, 0]),):
-        x = chainer.Variable(placed(_values(mn.rank)))
-        y = function(mn, x, root=0)
-        assert_placed(y.array, _values(0))
-        chainer.functions.sum(y).backward()
-        if mn.rank == 0:
-            assert_placed(x.grad, np.full((3, 4), wanted[0], np.float32))
+    x = chainer.Variable(placed(_values(mn.rank)))
+    y = chainermn.functions.bcast(mn, x, root=0)
+    assert_placed(y.array, _values(0))
+    chainer.functions.sum(y).backward()
+    if mn.rank == 0:
+        assert_placed(x.grad, np.full((3, 4), 2, np.float32))
     x = chainer.Variable(placed(_values(mn.rank)))
     other = 1 - mn.rank
     if mn.rank == 0:

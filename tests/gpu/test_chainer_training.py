@@ -26,7 +26,10 @@ from chainer.backends import cuda
 
 import multiring.chainer
 from multiring import Communicator
+from multiring.chainer.gradient_slots import GradientSlots, named_parameters
+from multiring.gradients.options import ReducerOptions
 from tests.adapters.chainer.support import make_model, make_optimizer
+from tests.gpu.devices import library
 from tests.on_ranks import on_ranks, same_everywhere
 
 # What computes on a device rounds otherwise than NumPy; the stand-in has NumPy compute.
@@ -133,6 +136,28 @@ def test_gradients_that_come_late(comm: Communicator, name: str, options: dict[s
             if "spare" not in path:
                 assert_placed(parameter.grad, wanted[path], RTOL[name])
     optimizer.close()
+
+
+@on_ranks(2)
+@LIBRARIES
+def test_gradients_of_several_streams(comm: Communicator, name: str) -> None:
+    """Each is copied by the stream that is the current one then, whichever is when its bucket leaves."""
+    on = library(name)
+    parameters = named_parameters(model_on_device())
+    slots = GradientSlots(parameters, comm, ReducerOptions())
+    late, *others = range(len(slots.parameters))
+    for indexes in (others, [late]):
+        with on.stream():
+            on.busy()
+            for index in indexes:
+                gradient = cuda.cupy.zeros_like(slots.parameters[index].array)
+                gradient += comm.rank + 1
+                slots.arrived(index, gradient)
+    with on.stream():
+        slots.reduce()
+        for parameter in slots.parameters:
+            assert_placed(parameter.grad, np.full(parameter.shape, 1.5, parameter.dtype))
+    slots.close()
 
 
 def _train(comm: Communicator, model: Any, actual: Any, **options: Any) -> Any:

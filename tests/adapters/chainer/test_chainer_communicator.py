@@ -263,6 +263,20 @@ def test_gradients_that_are_cast(comm: Communicator) -> None:
                 np.testing.assert_array_equal(p.grad, wanted[path])
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("options", [{"op": "sum", "prescale": 2.0}, {"double_buffering": True}])
+def test_one_rank_casts_nothing(comm: Communicator, options: dict[str, Any]) -> None:
+    mn = multiring.chainer.create_communicator(comm, allreduce_grad_dtype="float16")
+    model = make_model()
+    optimizer = make_optimizer(mn, model, **options)
+    for _ in range(2):
+        for parameter in model.params():
+            if parameter.is_initialized:
+                parameter.grad = np.full(parameter.shape, 1e5, parameter.dtype)  # infinite in float16
+        optimizer.update()
+    assert all(np.isfinite(parameter.array).all() for parameter in model.params())
+
+
 @all_raise(MismatchError, r"'first/W' float16 \(8, 6\)")
 def test_dtypes_of_gradients_that_differ_are_refused(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm, allreduce_grad_dtype="float16" if comm.rank else None)
