@@ -143,7 +143,7 @@ def test_host_on_one_rank(comm: Communicator, name: str) -> None:
 
 @on_ranks(2)
 @LIBRARIES
-def test_a_rank_without_cupy(comm: Communicator, name: str) -> None:
+def test_a_rank_that_sees_no_device(comm: Communicator, name: str) -> None:
     """It is told so by what it receives first, and goes on with the next message."""
     mn = communicator(comm)
     if mn.rank == 0:
