@@ -1,5 +1,5 @@
-// The algorithms of an allreduce within one host: when the model changes from one to another, and that ranks
-// run what it says.
+// The algorithms of an allreduce within one host, and when the model changes from one to another. That ranks
+// run what it says: forced_modes_test.cpp.
 
 #include "collective/plan/host_table.h"
 
@@ -61,43 +61,6 @@ TEST(HostTable, RowsSayWhatTheChoiceDoes) {
           }
         }
       }
-}
-
-/// How often ranks synchronise in an allreduce of so many bytes by a mode (empty: by the model).
-std::uint64_t synchronisations(const std::string& mode, std::size_t bytes, bool roomy = false) {
-  constexpr int kRanks = 3;
-  GroupOptions options(TransportKind::kInproc, kRanks, kStaging);
-  options.cores = roomy ? kRanks : 1;
-  RankGroup group(options);
-  const ReduceProblem problem =
-      make_problem(DType::kFloat32, {ReduceOp::kSum}, bytes / sizeof(float), kRanks);
-  std::vector<std::uint64_t> found(kRanks);
-  group.run_transports([&](const std::shared_ptr<Transport>& transport) {
-    Exchange exchange(*transport, "world");
-    if (!mode.empty()) exchange.plans().force(parse_algorithm(mode), *transport);
-    Bytes data = problem.input(transport->rank());
-    Operation operation = reduction_of(problem, data.data(), data.data());
-    allreduce(exchange, OperationCall{operation.descriptor, {}}, operation);
-    expect_result(problem, data.data(), transport->rank());
-    found[static_cast<std::size_t>(transport->rank())] = exchange.round();
-  });
-  EXPECT_EQ(std::ranges::count(found, found[0]), kRanks);
-  return found[0];
-}
-
-TEST(HostTable, RanksRunWhatItSays) {
-  const std::uint64_t rounds = synchronisations("rounds", 64);
-  EXPECT_EQ(synchronisations("staged", 64), rounds + 1);
-  EXPECT_EQ(synchronisations("direct", 64), rounds + 1) << "staged, as arrays are not symmetric";
-  EXPECT_EQ(synchronisations("", 64), rounds);
-  EXPECT_EQ(synchronisations("3p", 64), rounds) << "modes are for several hosts";
-  for (const bool roomy : {false, true}) {
-    const std::size_t most = table_of(3, !roomy).choice().max_rounds / sizeof(float) * sizeof(float);
-    EXPECT_EQ(synchronisations("", most, roomy), rounds);
-    EXPECT_EQ(synchronisations("", most + sizeof(float), roomy), rounds + 1);
-  }
-  EXPECT_EQ(synchronisations("rounds", 2 * kStaging), rounds + 1) << "one a segment";
-  EXPECT_EQ(synchronisations("", 2 * kStaging), rounds + 2);
 }
 
 // Or a rank would read what another one has not written, or has written elsewhere.
