@@ -42,7 +42,7 @@ class Reducer {
   }
 
   int rank() const { return transport_.rank(); }
-  const HostChoice& choice() { return exchange_.plans().host_choice(transport_); }
+  const HostChoice& choice() { return exchange_.plans().host_choice(transport_, Collective::kAllreduce); }
 
   /// An allreduce in place. Returns how often ranks have synchronised.
   std::uint64_t reduce(const ReduceProblem& problem, Place place) {
@@ -302,11 +302,10 @@ TEST(ForcedModes, RanksOfAHostChangeWhereTheTableSays) {
     HostChoice choice;
     RankGroup(options).run_transports([&](const std::shared_ptr<Transport>& transport) {
       PlanCache plans;
-      if (transport->rank() == 0) choice = plans.host_choice(*transport);
+      if (transport->rank() == 0) choice = plans.host_choice(*transport, Collective::kAllreduce);
     });
     const std::size_t most = choice.max_rounds / sizeof(float);
-    const std::size_t least =
-        (std::max(choice.min_direct, kMinSymmetricBytes) + sizeof(float) - 1) / sizeof(float);
+    const std::size_t least = (choice.min_direct + sizeof(float) - 1) / sizeof(float);
     const auto problem = [](std::size_t count) {
       return make_problem(DType::kFloat32, {ReduceOp::kSum}, count, kRanks);
     };
