@@ -278,8 +278,7 @@ AlgorithmTable::Entry AlgorithmTable::choose(const PlanOptions& options) const {
 }
 
 HostTable AlgorithmTable::host_table(Collective collective) const {
-  return {collective, cluster_.size(), cluster_.hosts.front().memory, model_.reduction_bytes_per_second,
-          staging_bytes_};
+  return {collective, cluster_.size(), cluster_.hosts.front().memory, staging_bytes_};
 }
 
 std::vector<AlgorithmRow> AlgorithmTable::host_rows(const PlanOptions& options) const {

@@ -39,12 +39,10 @@ std::uint16_t HostChoice::hash() const {
   return static_cast<std::uint16_t>((hash ^ hash >> 16U) | 1U);
 }
 
-HostTable::HostTable(Collective collective, int ranks, HostMemory memory, double rank_bytes_per_second,
-                     std::size_t staging_bytes)
+HostTable::HostTable(Collective collective, int ranks, HostMemory memory, std::size_t staging_bytes)
     : collective_(collective),
       ranks_(ranks),
       memory_(memory),
-      rank_bytes_per_second_(rank_bytes_per_second),
       staging_bytes_(staging_bytes / kCacheLine * kCacheLine) {
   const std::string name = collective_name(collective);
   if (!adds(collective))
@@ -56,7 +54,7 @@ HostTable::HostTable(Collective collective, int ranks, HostMemory memory, double
 }
 
 /// A rank reads and writes in an allreduce
-///   rounds   its array and its staging memory; those of all, and the sum;
+///   rounds   its array and its staging memory, which all others have read; those of all, and the sum;
 ///   direct   a slice of all arrays, and of all results;
 ///   staged   all slices but its own on the way to staging memory, and back; and as direct;
 /// and in a reduce-scatter
@@ -74,7 +72,7 @@ AlgorithmRow HostTable::row(Kind kind, std::size_t bytes) const {
     row.segments = std::max<std::size_t>(segment_count(bytes, staging_bytes_), 1);
     synchronisations = row.segments + (kind == Kind::kStaged && is_allreduce ? 1 : 0);
     if (kind == Kind::kRounds)
-      touched = (2.0 + ranks_ + 1.0) * array;
+      touched = (2.0 + memory_.rewriting + ranks_ + 1.0) * array;
     else
       touched += is_allreduce ? 4.0 * array * (ranks_ - 1.0) / ranks_ : 2.0 * array;
   } else {
@@ -85,7 +83,7 @@ AlgorithmRow HostTable::row(Kind kind, std::size_t bytes) const {
     }
   }
   row.seconds = static_cast<double>(synchronisations) * memory_.latency +
-                std::max(touched / rank_bytes_per_second_, touched * ranks_ / memory_.bytes_per_second);
+                touched * std::max(ranks_, 2.0) / memory_.bytes_per_second;
   return row;
 }
 

@@ -35,10 +35,9 @@ struct HostChoice {
 ///            a reduce-scatter, whose sums go nowhere: no more).
 class MULTIRING_API HostTable {
  public:
-  /// `ranks`: at least 2. `rank_bytes_per_second`: that one of them reads and writes. Raises a usage error
-  /// for another collective.
-  HostTable(Collective collective, int ranks, HostMemory memory, double rank_bytes_per_second,
-            std::size_t staging_bytes);
+  /// `ranks`: at least 2, each of which reaches half of what `memory` can do. Raises a usage error for
+  /// another collective.
+  HostTable(Collective collective, int ranks, HostMemory memory, std::size_t staging_bytes);
 
   /// All of them, with those that `choice` takes: two, where arrays in symmetric memory take another one.
   std::vector<AlgorithmRow> rows(std::size_t bytes, const HostChoice& choice) const;
@@ -55,7 +54,6 @@ class MULTIRING_API HostTable {
   Collective collective_;
   double ranks_;
   HostMemory memory_;
-  double rank_bytes_per_second_;
   std::size_t staging_bytes_;
 };
 

@@ -126,10 +126,11 @@ void PlanCache::share_choices(const PlanCache& other) {
 }
 
 AlgorithmTable PlanCache::table(const Transport& transport) const {
-  const JobCosts costs = transport.shares_memory() ? host_costs(transport.size(), transport.oversubscribed())
-                                                   : tuning_.costs().value_or(JobCosts{});
+  const JobCosts costs = tuning_.costs().value_or(JobCosts{});
   Cluster cluster = cluster_of(transport);
   set_speeds(cluster, costs);
+  if (transport.shares_memory())
+    cluster.hosts.front().memory = host_memory(transport.size(), transport.oversubscribed());
   return {std::move(cluster), cost_model(costs), transport.staging_bytes()};
 }
 

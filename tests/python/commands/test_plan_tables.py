@@ -56,13 +56,13 @@ def test_one_host_has_algorithms_of_its_own() -> None:
         return sorted(name for name, row in found if row.get("is_chosen"))
 
     assert chosen("256") == ["rounds"]
-    assert chosen("1K") == ["direct", "rounds"]
+    assert chosen("750") == ["direct", "rounds"]
     assert chosen("2K") == ["direct", "staged"]
     assert rows("2K")["direct"]["needs"] == "arrays in symmetric memory"
     assert rows("256")["direct"]["excluded"] == "so few bytes are not looked for in symmetric memory"
-    assert chosen("8000", "--oversubscribed") == ["rounds"]
-    assert chosen("8K", "--oversubscribed") == ["direct", "rounds"]
-    assert chosen("32K", "--oversubscribed") == ["direct", "staged"]
+    assert chosen("16K", "--oversubscribed") == ["rounds"]
+    assert chosen("32K", "--oversubscribed") == ["direct", "rounds"]
+    assert chosen("128K", "--oversubscribed") == ["direct", "staged"]
     alone = printed("--hosts", "1x2", "--bytes", "1M", "--mode", "staged")
     assert [line.split()[0] for line in alone.splitlines()[3:]] == ["mode", "staged"]
     for told, *words in (
@@ -107,10 +107,10 @@ def test_a_reduce_scatter_of_one_host_has_a_table() -> None:
         found = json.loads(printed("--collective", "reduce_scatter", "--json", "--hosts", "1x2", *arguments))
         return sorted(row["name"] for row in found["algorithms"] if row.get("is_chosen"))
 
-    assert chosen("--bytes", "256") == ["staged"]
-    assert chosen("--bytes", "512") == ["direct", "staged"]
-    assert chosen("--bytes", "8K", "--oversubscribed") == ["staged"]
-    assert chosen("--bytes", "16K", "--oversubscribed") == ["direct", "staged"]
+    assert chosen("--bytes", "4K") == ["staged"]
+    assert chosen("--bytes", "8K") == ["direct", "staged"]
+    assert chosen("--bytes", "32K", "--oversubscribed") == ["staged"]
+    assert chosen("--bytes", "64K", "--oversubscribed") == ["direct", "staged"]
 
 
 @pytest.mark.parametrize("nbytes", ["1K", "1M"])

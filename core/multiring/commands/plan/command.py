@@ -113,9 +113,9 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--memory-rate",
         type=units.size,
-        default=20 * 10**9,
         metavar="B",
-        help="bytes per second that all ranks of a host together read and write [20000000000]",
+        help="bytes per second that all ranks of a host together read and write [20000000000; of one host "
+        "alone, where arrays are in caches, 60000000000]",
     )
     cluster.add_argument(
         "--oversubscribed", action="store_true", help="the ranks outnumber the cores of the one host"
@@ -212,11 +212,16 @@ def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest
     ranks_of_hosts = _ranks_of_hosts(args)
     if args.oversubscribed and len(ranks_of_hosts) > 1:
         _refuse("--oversubscribed is for one host; across hosts the network decides")
+    memory = {}
+    if len(ranks_of_hosts) == 1:
+        assumed = native.assumed_memory(ranks_of_hosts[0], args.oversubscribed)
+        memory = dict(zip(("memory_rate", "memory_latency", "memory_rewriting"), assumed, strict=True))
+    if args.memory_rate is not None:
+        memory["memory_rate"] = args.memory_rate
     cluster = native.Cluster(
         ranks_of_hosts,
         interfaces,
-        memory_rate=args.memory_rate,
-        memory_latency=native.assumed_synchronisation(ranks_of_hosts, args.oversubscribed),
+        **memory,
         round_robin=args.placement == "round-robin",
         host_links=args.host_links,
     )
