@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from multiring.benchmarks.scaling import report, simulation
-from multiring.benchmarks.scaling.machine import CONTENDERS, MACHINE, OURS
+from multiring.benchmarks.scaling.machine import CONTENDERS, MACHINE, is_left_out
 from multiring.benchmarks.scaling.results import Results, load, save
 from multiring.benchmarks.scaling.training import measure_profile
 from multiring.errors import UsageError
@@ -53,8 +53,8 @@ def _simulate(args: argparse.Namespace) -> Results:
     while ranks <= args.most_ranks:
         for contender in args.only or CONTENDERS:
             known = results.seconds.setdefault(contender, {})
-            if ranks in known or (contender == OURS and ranks == MACHINE.ranks_per_host):
-                continue  # on one host the core sends no messages
+            if ranks in known or is_left_out(contender, ranks):
+                continue
             start = time.monotonic()
             known[ranks] = simulation.simulate(program, contender, ranks, MACHINE)
             print(f"{contender}, {ranks} ranks: simulated in {time.monotonic() - start:.0f} s", flush=True)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CONTENDERS", "MACHINE", "OURS", "Machine", "is_timing_only"]
+__all__ = [
+    "CONTENDERS",
+    "MACHINE",
+    "OURS",
+    "OUR_RING",
+    "Machine",
+    "environment",
+    "is_left_out",
+    "is_ours",
+    "is_timing_only",
+]
 
 OURS = "multiring"
+OUR_RING = "multiring's ring"
 
 # SimGrid's options that choose how MPI_Allreduce works (its names: lr, rdb, and the selectors' tables).
 CONTENDERS: dict[str, tuple[str, ...]] = {
     OURS: (),
+    OUR_RING: (),
     "ring": ("--cfg=smpi/allreduce:lr",),
     "recursive doubling": ("--cfg=smpi/allreduce:rdb",),
     "Open MPI's choice": ("--cfg=smpi/coll-selector:ompi",),
@@ -53,6 +65,17 @@ class Machine:
 </platform>
 """
 
+    def costs(self) -> str:
+        """The same as the line of a tuning: a rank sends, and receives, each of its messages."""
+        costs = {
+            "latency": 2 * self.latency,
+            "bytes_per_second": self.bytes_per_second * self.usable,
+            "synchronisation": 0.0,
+            "message_seconds": 2 * self.message_seconds,
+            "memory_bytes_per_second": self.memory_bytes_per_second,
+        }
+        return "costs " + " ".join(f"{name}={value!r}" for name, value in costs.items())
+
     def memory_seconds(self, nbytes: int) -> float:
         """What the core's additions and copies of an allreduce of `nbytes` take a rank.
 
@@ -77,6 +100,23 @@ class Machine:
 
 # As the system of 2017 is described: 64 hosts of 4 ranks with 100 Gbit/s InfiniBand; then more of them.
 MACHINE = Machine()
+
+
+def is_ours(contender: str) -> bool:
+    """Whether the core runs, not a library that SimGrid has."""
+    return contender in (OURS, OUR_RING)
+
+
+def environment(contender: str, machine: Machine, hosts: int) -> dict[str, str]:
+    """What the core is told: the costs of the machine, which jobs measure; or a ring, which a user forces."""
+    if contender == OUR_RING:
+        return {"MULTIRING_MODE": f"{machine.ranks_per_host}px{hosts}r", "MULTIRING_ORDER": "any"}
+    return {"MULTIRING_TUNING": machine.costs()} if contender == OURS else {}
+
+
+def is_left_out(contender: str, ranks: int) -> bool:
+    """The core on one host, which sends no messages; and rings of many hosts, whose hops take hours."""
+    return (is_ours(contender) and ranks == MACHINE.ranks_per_host) or (contender == OUR_RING and ranks > 256)
 
 
 def is_timing_only(contender: str, ranks: int) -> bool:

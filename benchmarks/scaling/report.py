@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from multiring.benchmarks.plot import Line, Lines, draw
-from multiring.benchmarks.scaling.machine import CONTENDERS, OURS
+from multiring.benchmarks.scaling.machine import CONTENDERS, OUR_RING, OURS, is_ours
 from multiring.benchmarks.scaling.results import Results
 from multiring.benchmarks.scaling.training import (
     BATCH,
@@ -17,6 +17,7 @@ from multiring.benchmarks.scaling.training import (
     step_seconds,
 )
 from multiring.benchmarks.table import Table
+from multiring.units import size_text
 
 __all__ = ["efficiency", "tables", "write"]
 
@@ -31,6 +32,7 @@ Columns = dict[str, Callable[[int], str]]
 
 _STYLES = {
     OURS: ("#1f4e9c", "o", "-"),
+    OUR_RING: ("#1f4e9c", "^", ":"),
     "ring": ("#d1600a", "^", "-"),
     "recursive doubling": ("#2e8b57", "D", "-"),
     "Open MPI's choice": ("#8e44ad", "v", "-"),
@@ -48,10 +50,10 @@ def efficiency(results: Results, contender: str, ranks: int, images_per_second: 
 
 def _allreduce_seconds(results: Results, contender: str, ranks: int, nbytes: int) -> float:
     machine = results.machine
-    if contender == OURS and ranks == machine.ranks_per_host:
+    if is_ours(contender) and ranks == machine.ranks_per_host:
         return machine.memory_seconds(nbytes)
     simulated = interpolate(results.seconds[contender][ranks], nbytes)
-    return simulated + (0.0 if contender == OURS else machine.addition_seconds(nbytes))
+    return simulated + (0.0 if is_ours(contender) else machine.addition_seconds(nbytes))
 
 
 def _ranks(results: Results) -> list[int]:
@@ -59,7 +61,7 @@ def _ranks(results: Results) -> list[int]:
 
 
 def _cell(results: Results, contender: str, ranks: int, images_per_second: float) -> str:
-    one_host = contender == OURS and ranks == results.machine.ranks_per_host
+    one_host = is_ours(contender) and ranks == results.machine.ranks_per_host
     known = one_host or ranks in results.seconds.get(contender, {})
     return f"{100 * efficiency(results, contender, ranks, images_per_second):.1f}" if known else "-"
 
@@ -94,6 +96,11 @@ def _published(base: int) -> Columns:
     }
 
 
+def _milliseconds(results: Results, contender: str, size: int, ranks: int) -> str:
+    known = ranks in results.seconds.get(contender, {})
+    return f"{_allreduce_seconds(results, contender, ranks, size) * 1e3:.2f}" if known else "-"
+
+
 def _times(results: Results, size: int) -> Columns:
     machine = results.machine
 
@@ -102,11 +109,18 @@ def _times(results: Results, size: int) -> Columns:
         seconds = 2 * (hosts - 1) / hosts * size / (machine.bytes_per_second * machine.usable)
         return f"{seconds * 1e3:.2f}"
 
-    def milliseconds(name: str, ranks: int) -> str:
-        known = ranks in results.seconds.get(name, {})
-        return f"{_allreduce_seconds(results, name, ranks, size) * 1e3:.2f}" if known else "-"
+    return {
+        "limit ms": limit,
+        **{f"{name} ms": partial(_milliseconds, results, name, size) for name in SHOWN},
+    }
 
-    return {"limit ms": limit, **{f"{name} ms": partial(milliseconds, name) for name in SHOWN}}
+
+def _ring_times(results: Results, sizes: Sequence[int]) -> Columns:
+    return {
+        f"{how} ms, {size_text(size)}": partial(_milliseconds, results, name, size)
+        for size in sizes
+        for how, name in (("chosen", OURS), ("ring", OUR_RING))
+    }
 
 
 def tables(results: Results) -> str:
@@ -114,9 +128,9 @@ def tables(results: Results) -> str:
     left = ", ".join(
         f"{nbytes / 2**20:.1f} MiB at {100 * ready:.0f} %" for nbytes, ready in buckets(results.profile)
     )
-    size = max(next(iter(results.seconds[OURS].values())))
     ranks = _ranks(results)
-    others = [name for name in CONTENDERS if name != OURS]
+    others = [name for name in CONTENDERS if not is_ours(name)]
+    sizes = sorted(next(iter(results.seconds[OURS].values())))
     faster = FASTER * IMAGES_PER_SECOND
     parts = [
         f"**Simulated**: ResNet-50, {BATCH} images a rank, {IMAGES_PER_SECOND:.0f} images/s (a P100):",
@@ -130,8 +144,10 @@ def tables(results: Results) -> str:
         _table(ranks, _efficiencies(results, IMAGES_PER_SECOND, others)),
         f"The same with ranks three times as fast ({faster:.0f} images/s), same network:",
         _table(ranks, _speedup(results, faster) | _efficiencies(results, faster, SHOWN)),
-        f"One allreduce of {size / 2**20:.0f} MiB, beside bytes over bandwidth:",
-        _table(sorted(results.seconds[OURS]), _times(results, size)),
+        f"One allreduce of {sizes[-1] / 2**20:.0f} MiB, beside bytes over bandwidth:",
+        _table(sorted(results.seconds[OURS]), _times(results, sizes[-1])),
+        "multiring by the plan that it chooses, and by a ring across hosts (`4px2r`, ..., `--order any`):",
+        _table(sorted(results.seconds.get(OUR_RING, {})), _ring_times(results, (sizes[0], sizes[-1]))),
         f"Buckets, and when they leave: {left} of the step ({results.profile.device}).",
     ]
     return "\n\n".join(parts)

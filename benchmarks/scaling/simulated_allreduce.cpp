@@ -194,6 +194,8 @@ class CoreAllreduce final : public Allreduce {
     if (const char* const order = std::getenv("MULTIRING_ORDER")) order_ = parse_order(order);
     if (const char* const mode = std::getenv("MULTIRING_MODE"))
       exchange_.plans().force(parse_algorithm(mode), *transport_);
+    if (const char* const tuning = std::getenv("MULTIRING_TUNING"))  // the text, not a file
+      exchange_.plans().set_tuning(Tuning::parse(tuning), *transport_);
   }
   void run(const std::vector<float>& input, std::vector<float>& output) override {
     Operation operation;

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from multiring.benchmarks.scaling.machine import CONTENDERS, OURS, Machine, is_timing_only
+from multiring.benchmarks.scaling.machine import CONTENDERS, Machine, environment, is_ours, is_timing_only
 from multiring.errors import UsageError
 
 __all__ = ["SIZES", "build", "simulate"]
@@ -67,7 +68,7 @@ def simulate(
     """
     if timing_only is None:
         timing_only = is_timing_only(contender, ranks)
-    who = "multiring" if contender == OURS else "mpi-timing" if timing_only else "mpi"
+    who = "multiring" if is_ours(contender) else "mpi-timing" if timing_only else "mpi"
     hosts = ranks // machine.ranks_per_host
     with tempfile.TemporaryDirectory(prefix="multiring-scaling-") as directory:
         platform = Path(directory) / "platform.xml"
@@ -81,12 +82,13 @@ def simulate(
                 *CONTENDERS[contender],
                 *(str(program), who),
                 *(str(machine.ranks_per_host), str(2.0 / machine.memory_bytes_per_second)),
-                str(machine.memory_seconds_per_byte_sent(hosts) if contender == OURS else 0.0),
+                str(machine.memory_seconds_per_byte_sent(hosts) if is_ours(contender) else 0.0),
                 *map(str, sizes),
             ],
             capture_output=True,
             text=True,
             cwd=directory,
+            env=os.environ | environment(contender, machine, hosts),
         )
     lines = [line.split() for line in done.stdout.splitlines()]
     found = {int(line[0]): float(line[1]) for line in lines if len(line) == 2 and line[0].isdigit()}

@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -49,8 +50,9 @@ struct PlanRequest {
 };
 
 Cluster cluster(const std::vector<int>& ranks_per_host, const std::vector<Interface>& interfaces,
-                double memory_rate, double memory_latency, bool round_robin, const std::string& links) {
-  Cluster made = make_cluster(ranks_per_host, interfaces, {memory_rate, memory_latency},
+                double memory_rate, double memory_latency, double memory_rewriting, bool round_robin,
+                const std::string& links) {
+  Cluster made = make_cluster(ranks_per_host, interfaces, {memory_rate, memory_latency, memory_rewriting},
                               round_robin ? Placement::kRoundRobin : Placement::kBlocks);
   made.links = parse_host_links(links);
   return made;
@@ -79,7 +81,8 @@ void bind_cluster(py::module_& module) {
   py::class_<Cluster>(module, "Cluster", "Hosts that are alike but for their numbers of ranks.")
       .def(py::init(&cluster), py::arg("ranks_per_host"), py::arg("interfaces"), py::kw_only(),
            py::arg("memory_rate") = HostMemory{}.bytes_per_second,
-           py::arg("memory_latency") = HostMemory{}.latency, py::arg("round_robin") = false,
+           py::arg("memory_latency") = HostMemory{}.latency,
+           py::arg("memory_rewriting") = HostMemory{}.rewriting, py::arg("round_robin") = false,
            py::arg("host_links") = host_links_name(HostLinks::kSwitch))
       .def_property_readonly("size", &Cluster::size)
       .def_property_readonly("aligned", &Cluster::aligned)
@@ -196,7 +199,7 @@ void bind_costs(py::module_& module) {
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"),
       py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
-      "The row of the algorithm that a job takes, and its plan; None: it is none.");
+      "The row of the algorithm that a job on several hosts takes, and its plan; None: it is none.");
   module.def(
       "algorithm_table",
       [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,
@@ -205,15 +208,15 @@ void bind_costs(py::module_& module) {
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"),
       py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
-      "All algorithms of a collective across hosts, or of an allreduce within one.");
+      "All algorithms of a collective across hosts, or of one that adds within one.");
   module.def(
-      "assumed_synchronisation",
-      [](const std::vector<int>& ranks_per_host, bool oversubscribed) {
-        const bool is_alone = ranks_per_host.size() == 1;
-        return (is_alone ? host_costs(ranks_per_host[0], oversubscribed) : JobCosts{}).synchronisation;
+      "assumed_memory",
+      [](int ranks, bool oversubscribed) {
+        const HostMemory memory = host_memory(ranks, oversubscribed);
+        return std::tuple(memory.bytes_per_second, memory.latency, memory.rewriting);
       },
-      py::arg("ranks_per_host"), py::arg("oversubscribed"),
-      "Seconds of a synchronisation of a host's ranks, where a job has measured nothing.");
+      py::arg("ranks"), py::arg("oversubscribed"),
+      "The memory of a single host of so many ranks, as the arguments of Cluster.");
   module.def(
       "check_tuning", [](const std::string& text) { Tuning::parse(text); }, py::arg("text"),
       "Raises UsageError with the number of the line that is wrong.");

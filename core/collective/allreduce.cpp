@@ -30,23 +30,6 @@ CrossingAlgorithm algorithm_of(Exchange& exchange, const Descriptor& descriptor)
   return exchange.plans().algorithm(transport, Collective::kAllreduce, descriptor.bytes, order, rounded);
 }
 
-enum class SymmetricRanks { kNone, kSome, kAll };
-
-/// Whether buffers lie in symmetric memory, in the same regions on all ranks.
-SymmetricRanks symmetric_ranks(const Exchange& exchange) {
-  const Descriptor& mine = exchange.descriptor(exchange.rank());
-  bool any = false;
-  bool all = true;
-  for (int rank = 0; rank < exchange.size(); ++rank) {
-    const Descriptor& theirs = exchange.descriptor(rank);
-    const bool symmetric = theirs.input_region != 0 && theirs.output_region != 0;
-    any = any || symmetric;
-    all = all && symmetric && theirs.input_region == mine.input_region &&
-          theirs.output_region == mine.output_region;
-  }
-  return all ? SymmetricRanks::kAll : any ? SymmetricRanks::kSome : SymmetricRanks::kNone;
-}
-
 void reduce_direct(Exchange& exchange, const OperationCall& call, const Operation& operation) {
   const auto size = static_cast<std::size_t>(exchange.size());
   const std::size_t element = operation.element_size();
@@ -82,7 +65,7 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
     const PieceList pieces(operations);
     return allreduce_by_plan(exchange, call, operations, pieces, algorithm);
   }
-  const HostChoice& choice = exchange.plans().host_choice(exchange.transport());
+  const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
   descriptor.key.algorithm = choice.hash();
   StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);
   const bool large = descriptor.bytes >= choice.min_direct;
@@ -90,7 +73,7 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
   exchange.match(call, descriptor, [&] {
     if (!want_direct) staged.stage_first();
   });
-  const SymmetricRanks symmetric = large ? symmetric_ranks(exchange) : SymmetricRanks::kNone;
+  const SymmetricRanks symmetric = large ? exchange.symmetric_ranks(true) : SymmetricRanks::kNone;
   if (symmetric == SymmetricRanks::kAll) {
     exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has failed meanwhile
     return reduce_direct(exchange, call, *operations[0]);

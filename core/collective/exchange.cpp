@@ -111,6 +111,20 @@ bool Exchange::differ_in_algorithm_alone() const {
   return !all_match();
 }
 
+SymmetricRanks Exchange::symmetric_ranks(bool outputs) const {
+  const Descriptor& mine = descriptor(rank());
+  bool any = false;
+  bool all = true;
+  for (int each = 0; each < size(); ++each) {
+    const Descriptor& theirs = descriptor(each);
+    const bool symmetric = theirs.input_region != 0 && (!outputs || theirs.output_region != 0);
+    any = any || symmetric;
+    all = all && symmetric && theirs.input_region == mine.input_region &&
+          (!outputs || theirs.output_region == mine.output_region);
+  }
+  return all ? SymmetricRanks::kAll : any ? SymmetricRanks::kSome : SymmetricRanks::kNone;
+}
+
 void Exchange::throw_mismatch(const OperationCall& call) const {
   std::map<std::string, std::vector<int>> asked;
   for (int peer = 0; peer < size(); ++peer) asked[describe_request(descriptor(peer))].push_back(peer);

@@ -31,6 +31,9 @@ struct ChoiceMismatch {
   bool one_at_a_time = false;  ///< without fusing
 };
 
+/// Which ranks have their arrays in symmetric memory.
+enum class SymmetricRanks { kNone, kSome, kAll };
+
 /// Drives the rounds of a transport: every collective is a sequence of rounds, the first of which compares
 /// what the ranks asked for. Turns a wait that failed into an error that says which rank, where, in what.
 class MULTIRING_API Exchange {
@@ -80,6 +83,9 @@ class MULTIRING_API Exchange {
   const Descriptor& descriptor(int rank) const {
     return *reinterpret_cast<const Descriptor*>(transport_.header(rank, round()));
   }
+  /// Whether inputs, and outputs if they are asked for, lie in symmetric memory, in the same regions on all
+  /// ranks.
+  SymmetricRanks symmetric_ranks(bool outputs) const;
   [[noreturn]] void throw_mismatch(const OperationCall& call) const;
   /// The same where this rank alone knows. `peer`: with which it does not agree; negative: none.
   [[noreturn]] void throw_mismatch_with(const OperationCall& call, int peer, const std::string& text) const;

@@ -13,16 +13,6 @@
 namespace multiring {
 namespace {
 
-constexpr std::size_t kDirectScatterFrom = 16 * 1024;
-
-bool all_symmetric(const Exchange& exchange) {
-  for (int rank = 0; rank < exchange.size(); ++rank) {
-    const std::uint32_t region = exchange.descriptor(rank).input_region;
-    if (region == 0 || region != exchange.descriptor(0).input_region) return false;
-  }
-  return true;
-}
-
 /// Byte ranges of the ranks' blocks.
 std::vector<Range> blocks_of(const Operation& operation, int size) {
   const std::size_t rows = operation.descriptor.rows;
@@ -86,10 +76,12 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
     operation.output = operation.result.data();
   }
 
-  const bool may_be_direct = exchange.transport().shares_memory() && descriptor.bytes > kDirectScatterFrom;
-  const CrossingAlgorithm& algorithm = exchange.plans().algorithm(
-      exchange.transport(), Collective::kReduceScatter, descriptor.bytes, descriptor.key.order);
-  operation.descriptor.key.algorithm = hash_of(algorithm);
+  const Transport& transport = exchange.transport();
+  const CrossingAlgorithm& algorithm = exchange.plans().algorithm(transport, Collective::kReduceScatter,
+                                                                  descriptor.bytes, descriptor.key.order);
+  const HostChoice& choice = exchange.plans().host_choice(transport, Collective::kReduceScatter);
+  const bool may_be_direct = descriptor.bytes >= choice.min_direct;
+  operation.descriptor.key.algorithm = algorithm.is_rounds() ? choice.hash() : hash_of(algorithm);
   exchange.match(call, descriptor, [&] {
     if (algorithm.is_rounds() && !(may_be_direct && descriptor.input_region != 0)) staged.stage_first();
   });
@@ -97,7 +89,8 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
     if (exchange.descriptor(rank).rows != descriptor.rows) exchange.throw_mismatch(call);
   if (algorithm.is_plan()) return reduce_across_hosts(exchange, call, operation, blocks, algorithm);
   std::vector<const void*> inputs(size);
-  if (may_be_direct && all_symmetric(exchange)) {
+  const SymmetricRanks symmetric = may_be_direct ? exchange.symmetric_ranks(false) : SymmetricRanks::kNone;
+  if (symmetric == SymmetricRanks::kAll) {
     for (int rank = 0; rank < exchange.size(); ++rank)
       inputs[static_cast<std::size_t>(rank)] =
           operation.input_region->part(rank) + exchange.descriptor(rank).input_offset + blocks[self].begin;
@@ -105,7 +98,7 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
     return exchange.next(call, [] {});
   }
   // Ranks with symmetric inputs have not staged anything yet.
-  if (may_be_direct) exchange.next(call, [&] { staged.stage_first(); });
+  if (symmetric == SymmetricRanks::kSome) exchange.next(call, [&] { staged.stage_first(); });
   staged.for_each_segment([&](std::size_t segment) {
     const Range range = staged.range_of(blocks[self].size(), segment);
     for (int rank = 0; rank < exchange.size(); ++rank)

@@ -44,7 +44,7 @@ __all__: list[str] = [
     "after_fork",
     "algorithm_letters",
     "algorithm_table",
-    "assumed_synchronisation",
+    "assumed_memory",
     "before_fork",
     "check_tuning",
     "checksum",
@@ -387,6 +387,7 @@ class Cluster:
         *,
         memory_rate: typing.SupportsFloat | typing.SupportsIndex = 20000000000.0,
         memory_latency: typing.SupportsFloat | typing.SupportsIndex = 1e-06,
+        memory_rewriting: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         round_robin: bool = False,
         host_links: str = "switch",
     ) -> None: ...
@@ -904,14 +905,14 @@ def algorithm_table(
     staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
 ) -> list[AlgorithmRow]:
     """
-    All algorithms of a collective across hosts, or of an allreduce within one.
+    All algorithms of a collective across hosts, or of one that adds within one.
     """
 
-def assumed_synchronisation(
-    ranks_per_host: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], oversubscribed: bool
-) -> float:
+def assumed_memory(
+    ranks: typing.SupportsInt | typing.SupportsIndex, oversubscribed: bool
+) -> tuple[float, float, float]:
     """
-    Seconds of a synchronisation of a host's ranks, where a job has measured nothing.
+    The memory of a single host of so many ranks, as the arguments of Cluster.
     """
 
 def before_fork() -> None:
@@ -940,7 +941,7 @@ def choose_algorithm(
     staging_bytes: typing.SupportsInt | typing.SupportsIndex = 262144,
 ) -> tuple[AlgorithmRow, Plan | None]:
     """
-    The row of the algorithm that a job takes, and its plan; None: it is none.
+    The row of the algorithm that a job on several hosts takes, and its plan; None: it is none.
     """
 
 def collective_names() -> list[str]:

@@ -19,6 +19,8 @@ struct Interface {
 struct HostMemory {
   double bytes_per_second = 20e9;  ///< reads and writes of all ranks together
   double latency = 1e-6;           ///< seconds of one synchronisation among the ranks
+  /// What it costs more to write a byte that other cores have read since, in bytes read or written.
+  double rewriting = 0.0;
 };
 
 struct Host {

@@ -277,21 +277,23 @@ AlgorithmTable::Entry AlgorithmTable::choose(const PlanOptions& options) const {
   return std::move(simplest_quick(compared));
 }
 
+HostTable AlgorithmTable::host_table(Collective collective) const {
+  return {collective, cluster_.size(), cluster_.hosts.front().memory, staging_bytes_};
+}
+
 std::vector<AlgorithmRow> AlgorithmTable::host_rows(const PlanOptions& options) const {
-  if (options.collective != Collective::kAllreduce)
-    throw_usage(std::string(collective_name(options.collective)) +
-                " has no choice of algorithms on one host");
-  if (!options.mode.empty()) require_fit(options.mode, cluster_);
-  return host_table().rows(options.count * element_bytes(options));
+  const HostTable table = host_table(options.collective);
+  if (!options.mode.empty())
+    throw_usage("mode " + format_mode(options.mode) +
+                " is for several hosts; within one there are direct, staged and rounds");
+  const std::size_t count =
+      options.blocks.empty() ? options.count
+                             : std::accumulate(options.blocks.begin(), options.blocks.end(), std::size_t{0});
+  return table.rows(count * element_bytes(options), table.choice());
 }
 
 AlgorithmTable::Choice AlgorithmTable::choice(const PlanOptions& options) const {
-  if (cluster_.host_count() == 1) {
-    const std::vector<AlgorithmRow> rows = host_rows(options);
-    return {*std::ranges::find_if(rows,
-                                  [](const AlgorithmRow& row) { return row.is_chosen && row.needs.empty(); }),
-            std::nullopt};
-  }
+  if (cluster_.host_count() == 1) throw_usage("ranks of one host have no plan; see the table of algorithms");
   Choice found = described(choose(in_its_order(options)));
   found.row.is_compared = found.row.is_chosen = true;
   return found;

@@ -17,7 +17,7 @@
 
 namespace multiring {
 
-/// The algorithms of collectives among several hosts, and those of allreduces within one (host_table.h), each
+/// The algorithms of collectives among several hosts, and within one of those that add (host_table.h), each
 /// with its costs: what predicts, and what chooses.
 class MULTIRING_API AlgorithmTable {
  public:
@@ -35,7 +35,7 @@ class MULTIRING_API AlgorithmTable {
     AlgorithmRow row;
     std::optional<Plan> plan;  ///< none: rounds or messages
   };
-  /// The same with its row, and the plan that runs.
+  /// The same with its row, and the plan that runs. Raises a usage error for a single host, too.
   Choice choice(const PlanOptions& options) const;
 
   /// What an algorithm does, whatever it costs.
@@ -50,11 +50,8 @@ class MULTIRING_API AlgorithmTable {
     std::size_t sections = 1;   ///< of what is published a rank takes one
     bool is_from_root = false;  ///< rounds in which one rank publishes
   };
-  /// Of allreduces within the single host.
-  HostTable host_table() const {
-    return {cluster_.size(), cluster_.hosts.front().memory, model_.reduction_bytes_per_second,
-            staging_bytes_};
-  }
+  /// Within the single host. Raises what HostTable does.
+  HostTable host_table(Collective collective) const;
 
   /// Of an allreduce of float32.
   Load load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const;
@@ -62,7 +59,7 @@ class MULTIRING_API AlgorithmTable {
   double seconds(const Load& load, const JobCosts& costs) const;
 
   /// All algorithms: rounds, messages or the plans that are compared, then what does not run here. Raises a
-  /// usage error for a single host, unless it is for an allreduce of several ranks.
+  /// usage error for a single host where HostTable does, or for a mode, which is of several.
   std::vector<AlgorithmRow> rows(const PlanOptions& options) const;
 
  private:

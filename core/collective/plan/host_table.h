@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "base/export.h"
@@ -14,8 +15,8 @@ namespace multiring {
 /// Buffers are looked for in symmetric memory from this size on.
 inline constexpr std::size_t kMinSymmetricBytes = 512;
 
-/// How the ranks of one host run an allreduce, by its bytes: rounds up to some, directly from some on where
-/// arrays lie in symmetric memory, else staged.
+/// How the ranks of one host run an allreduce or a reduce-scatter, by its bytes: rounds up to some, directly
+/// from some on where arrays lie in symmetric memory, else staged.
 struct HostChoice {
   std::size_t max_rounds = 0;
   std::size_t min_direct = 0;
@@ -23,31 +24,36 @@ struct HostChoice {
   std::uint16_t hash() const;
 };
 
-/// The algorithms of an allreduce among ranks that share memory, each with its costs: what predicts, and what
-/// chooses.
+/// The algorithms of an allreduce or a reduce-scatter among ranks that share memory, each with its costs:
+/// what predicts, and what chooses.
 ///
-///   rounds   every rank stages everything, and adds everything: one synchronisation.
-///   direct   each rank adds its slice of all arrays where they lie, and writes the sum to all: two.
-///   staged   each rank adds its slice of each segment in staging memory: one for a segment, and one more.
+///   rounds   every rank stages everything, and adds everything: one synchronisation. Of allreduces.
+///   direct   each rank adds its slice of all arrays where they lie, and writes the sum to all (its block of
+///   a
+///            reduce-scatter: to its output): two.
+///   staged   each rank adds its slice of each segment in staging memory: one for a segment, and one more (of
+///            a reduce-scatter, whose sums go nowhere: no more).
 class MULTIRING_API HostTable {
  public:
-  /// `ranks`: at least 2. `rank_bytes_per_second`: that one of them reads and writes.
-  HostTable(int ranks, HostMemory memory, double rank_bytes_per_second, std::size_t staging_bytes);
+  /// `ranks`: at least 2, each of which reaches half of what `memory` can do. Raises a usage error for
+  /// another collective.
+  HostTable(Collective collective, int ranks, HostMemory memory, std::size_t staging_bytes);
 
-  /// The simplest first, with the chosen one; and direct, if it is quicker than that where it runs.
-  std::vector<AlgorithmRow> rows(std::size_t bytes) const;
+  /// All of them, with those that `choice` takes: two, where arrays in symmetric memory take another one.
+  std::vector<AlgorithmRow> rows(std::size_t bytes, const HostChoice& choice) const;
+  /// The quickest.
   HostChoice choice() const;
 
  private:
   using Kind = CrossingAlgorithm::Kind;
 
   AlgorithmRow row(Kind kind, std::size_t bytes) const;
-  /// Whether the row of that name is a chosen one.
-  bool chooses(Kind kind, std::size_t bytes) const;
+  /// Whether it is the simplest of those that are as good as the quickest of `kinds`.
+  bool is_quickest(Kind kind, std::span<const Kind> kinds, std::size_t bytes) const;
 
+  Collective collective_;
   double ranks_;
   HostMemory memory_;
-  double rank_bytes_per_second_;
   std::size_t staging_bytes_;
 };
 

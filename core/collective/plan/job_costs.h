@@ -39,11 +39,11 @@ MULTIRING_API std::string format_costs(const JobCosts& costs);
 /// Raises a usage error that says what is wrong with the text. What is not named keeps its default.
 MULTIRING_API JobCosts parse_costs(std::string_view text);
 
-/// Of so many ranks of a single host, which measure nothing. A synchronisation takes a look at memory that a
-/// peer has written, or where ranks outnumber the cores a change of the thread on a core, for each rank: so
-/// long that two change algorithms where that was measured, from rounds to slices at 1 and at 24 KiB, and
-/// with symmetric arrays, where ranks outnumber the cores, at 8 KiB.
-MULTIRING_API JobCosts host_costs(int ranks, bool oversubscribed);
+/// The memory of a single host of so many ranks, which measure nothing: fitted to allreduces of two ranks on
+/// one core and on two, and of three, four and eight on two (docs/measurements/host-modes.csv), all of whose
+/// arrays fit into caches. A synchronisation takes a look at memory that a peer has written, or where ranks
+/// outnumber the cores a change of the thread on a core, for each rank.
+MULTIRING_API HostMemory host_memory(int ranks, bool oversubscribed);
 
 /// Gives the hosts of a cluster these speeds.
 MULTIRING_API void set_speeds(Cluster& cluster, const JobCosts& costs);

@@ -38,16 +38,6 @@ Cluster cluster_of(const Transport& transport) {
   return cluster;
 }
 
-/// What runs among ranks of one host: two rows, where that depends on the memory of arrays.
-void mark_chosen(std::vector<AlgorithmRow>& rows, const HostChoice& choice, std::size_t bytes) {
-  const bool in_rounds = bytes <= choice.max_rounds;
-  for (AlgorithmRow& row : rows) {
-    const bool is_direct = !row.needs.empty();
-    row.is_chosen = is_direct ? bytes >= std::max(choice.min_direct, kMinSymmetricBytes)
-                              : in_rounds == (row.name == algorithm_name({CrossingAlgorithm::Kind::kRounds}));
-  }
-}
-
 }  // namespace
 
 Mode PlanCache::mode_for(const Request& request) const {
@@ -106,7 +96,7 @@ void PlanCache::force(CrossingAlgorithm algorithm, const Transport& transport) {
   cluster_ = cluster_of(transport);
   require_fit_and_links(algorithm, Collective::kAllreduce, transport);
   forced_ = std::move(algorithm);
-  host_choice_.reset();
+  host_choices_ = {};
 }
 
 void PlanCache::require_rules_that_fit(const Tuning& tuning, const Transport& transport) const {
@@ -136,19 +126,21 @@ void PlanCache::share_choices(const PlanCache& other) {
 }
 
 AlgorithmTable PlanCache::table(const Transport& transport) const {
-  const JobCosts costs = transport.shares_memory() ? host_costs(transport.size(), transport.oversubscribed())
-                                                   : tuning_.costs().value_or(JobCosts{});
+  const JobCosts costs = tuning_.costs().value_or(JobCosts{});
   Cluster cluster = cluster_of(transport);
   set_speeds(cluster, costs);
+  if (transport.shares_memory())
+    cluster.hosts.front().memory = host_memory(transport.size(), transport.oversubscribed());
   return {std::move(cluster), cost_model(costs), transport.staging_bytes()};
 }
 
-HostChoice PlanCache::find_host_choice(const Transport& transport) const {
+HostChoice PlanCache::find_host_choice(const Transport& transport, Collective collective) const {
   // A rank alone may fuse several, and has nothing to choose.
   if (!transport.shares_memory() || transport.size() == 1)
     return forced_choice(CrossingAlgorithm::Kind::kRounds);
-  if (forced_ && !forced_->is_plan()) return forced_choice(forced_->kind);
-  return table(transport).host_table().choice();
+  if (forced_ && !forced_->is_plan() && collective == Collective::kAllreduce)
+    return forced_choice(forced_->kind);
+  return table(transport).host_table(collective).choice();
 }
 
 std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, Collective collective,
@@ -156,11 +148,10 @@ std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, Collective
   if (!adds(collective)) order = Order::kAny;
   PlanOptions options = collective_options(collective, bytes / sizeof(float), transport.size());
   options.order = order;
-  std::vector<AlgorithmRow> rows = table(transport).rows(options);
-  if (transport.shares_memory()) {
-    mark_chosen(rows, find_host_choice(transport), bytes);
-    return rows;
-  }
+  const AlgorithmTable all = table(transport);
+  if (transport.shares_memory())
+    return all.host_table(collective).rows(bytes, host_choice(transport, collective));
+  std::vector<AlgorithmRow> rows = all.rows(options);
   CrossingAlgorithm used = algorithm(transport, collective, bytes, order);
   if (used.is_plan()) {  // a mode with the algorithms of all dimensions
     Request request{.count = options.count, .order = order, .mode = used.mode};

@@ -60,9 +60,11 @@ class MULTIRING_API PlanCache {
   /// something here.
   const CrossingAlgorithm& algorithm(const Transport& transport, Collective collective, std::size_t bytes,
                                      Order order, bool rounded = false);
-  /// How an allreduce runs among ranks that share memory; others have rounds only, besides their plans.
-  const HostChoice& host_choice(const Transport& transport) {
-    return host_choice_ ? *host_choice_ : host_choice_.emplace(find_host_choice(transport));
+  /// How an allreduce or a reduce-scatter runs among ranks that share memory; others have rounds only,
+  /// besides their plans.
+  const HostChoice& host_choice(const Transport& transport, Collective collective) {
+    std::optional<HostChoice>& known = host_choices_[static_cast<std::size_t>(collective)];
+    return known ? *known : known.emplace(find_host_choice(transport, collective));
   }
   /// A hash of what decides on a collective whose algorithm is not known before ranks are matched; 0: no
   /// tuning.
@@ -93,7 +95,7 @@ class MULTIRING_API PlanCache {
   using Kept = std::pair<Request, std::shared_ptr<const RankSchedule>>;
 
   AlgorithmTable table(const Transport& transport) const;
-  HostChoice find_host_choice(const Transport& transport) const;
+  HostChoice find_host_choice(const Transport& transport, Collective collective) const;
   Mode mode_for(const Request& request) const;
   Plan plan(const Request& request) const;
   void require_rules_that_fit(const Tuning& tuning, const Transport& transport) const;
@@ -102,7 +104,7 @@ class MULTIRING_API PlanCache {
 
   Cluster cluster_;  // empty: not yet found
   std::optional<CrossingAlgorithm> forced_;
-  std::optional<HostChoice> host_choice_;
+  std::array<std::optional<HostChoice>, std::size(kAllCollectives)> host_choices_;
   Tuning tuning_;
   std::array<std::uint16_t, std::size(kAllCollectives)> rules_hashes_{};  // by collective
   std::shared_ptr<Choices> choices_ = std::make_shared<Choices>();

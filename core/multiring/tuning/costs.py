@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from multiring import _core as native
 from multiring.errors import UsageError
 from multiring.settings import Settings
 from multiring.tuning.file import OFF, has_costs
@@ -50,15 +51,14 @@ def learn_costs(comm: Communicator, settings: Settings) -> None:
     """Let the allreduces of `comm` and its groups be chosen by what they cost here. Collective.
 
     Args:
-        comm: The world. It stays as it is on one host, or where the settings say what to use. Where measuring
-            would take too long, a barrier tells the latency, and the rest is assumed.
+        comm: The world. It stays as it is on one host, or where the settings say what to use; what it uses is
+            logged. Where measuring would take too long, a barrier tells the latency, and the rest is assumed.
         settings: Of this rank; mode and tuning are the same on all.
     """
-    if comm.cross_size == 1 or settings.mode:
-        return
-    if settings.tuning != OFF and not has_costs(comm._core.tuning):
+    is_measured = comm.cross_size > 1 and not settings.mode
+    if is_measured and settings.tuning != OFF and not has_costs(comm._core.tuning):
         _measure_costs(comm)
-    if comm.rank == 0:
+    if comm.rank == 0 and comm.size > 1:
         _log_choices(comm)
 
 
@@ -93,6 +93,8 @@ def _log_choices(comm: Communicator) -> None:
     if not _log.isEnabledFor(logging.INFO):
         return
     for collective, one in _CHOOSING.items():
+        if comm.cross_size == 1 and not native.adds(collective):
+            continue  # of one host only these have a choice
         chosen: list[tuple[int, str]] = []
         for nbytes in _LOGGED_SIZES:
             rows = comm._core.algorithm_rows(collective, nbytes, "")
@@ -102,7 +104,9 @@ def _log_choices(comm: Communicator) -> None:
                 size_text(nbytes),
                 ", ".join(f"{seconds_text(row.seconds)} by {row.name}" for row in rows if not row.excluded),
             )
-            name = next((row.name for row in rows if row.is_chosen), "a rule")
+            # On one host two, where it depends on the memory of arrays.
+            names = [row.name + f" for {row.needs}" * bool(row.needs) for row in rows if row.is_chosen]
+            name = " or ".join(sorted(names, reverse=True)) or "a rule"
             if chosen and chosen[-1][1] == name:
                 chosen.pop()
             chosen.append((nbytes, name))

@@ -1,13 +1,9 @@
 // Every way of an allreduce gives the bits of the canonical tree, on all ranks.
 
 #include <memory>
-#include <numeric>
-#include <string>
 #include <vector>
 
 #include "collective/collectives.h"
-#include "support/errors.h"
-#include "support/modes.h"
 #include "support/operations.h"
 
 namespace multiring {
@@ -34,12 +30,8 @@ class AllreduceTest : public GroupTest {
           Operation operation = reduction_of(problem, nullptr, nullptr, "pieces");
           operation.pieces = pieces_of(problem, rank, in_place, output);
           perform(communicator, operation, mode);
-          Bytes found;
-          for (const Piece& piece : operation.pieces) {
-            const auto* const begin = reinterpret_cast<const unsigned char*>(piece.output);
-            found.insert(found.end(), begin, begin + piece.bytes);
-          }
-          EXPECT_TRUE(found == problem.expected) << problem.text() << " in pieces, on rank " << rank;
+          EXPECT_TRUE(output_of(operation.pieces) == problem.expected)
+              << problem.text() << " in pieces, on rank " << rank;
         }
       }
     });
@@ -157,82 +149,6 @@ TEST_P(AcrossHosts, EveryPlanHasTheSameBits) {
     problems.push_back(make_problem(DType::kInt8, {ReduceOp::kSum, 0.5, 2.0}, count, size()));
   }
   expect_all_right(problems);
-}
-
-/// Averages, and scaled sums in half precision, of each of `counts`.
-void expect_same_bits(const GroupOptions& options, const std::vector<std::size_t>& counts) {
-  std::vector<ReduceProblem> problems;
-  for (const std::size_t count : counts) {
-    problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, options.size));
-    problems.push_back(make_problem(DType::kBFloat16, {ReduceOp::kSum, 0.5, 3.0}, count, options.size));
-  }
-  RankGroup(options).run([&](Communicator& communicator) {
-    SCOPED_TRACE("mode '" + options.communicator.mode + "', tuning '" + options.communicator.tuning + "'");
-    for (const ReduceProblem& problem : problems)
-      for (const CallMode mode : kCallModes) expect_reduced(communicator, problem, mode);
-  });
-}
-
-// Every algorithm in either dimension, on hosts that are, and are not, subtrees of the sum; more dimensions;
-// and what is chosen where hosts differ, for which no mode can be asked.
-TEST(ForcedModes, EveryAlgorithmHasTheSameBits) {
-  struct Case {
-    std::vector<int> layout;  // empty: two hosts have the ranks 0, 3 and 1, 2
-    std::string mode;
-  };
-  std::vector<Case> cases = {{{}, "2tx2t"},
-                             {{}, "2tx2d"},
-                             {{}, "2rx2r"},
-                             {{1, 1, 1, 1}, "1x2x2"},
-                             {{1, 1, 1, 1}, "1x2tx2d"},
-                             {{2, 2, 2}, "2tx3t"},
-                             {{1, 1, 1, 1, 1, 1}, "1x2tx3d"},
-                             {{2, 2, 2, 2}, "2tx2cx2c"},
-                             {{2, 2, 2, 2}, "2tx2x2d"},
-                             {{2, 2, 2, 2, 2, 2}, "2x3x2"},
-                             {{1, 1, 1, 1, 1, 1, 1, 1}, "1x2x2x2d"},
-                             {{3, 1, 2}, ""},
-                             {{1, 3}, ""},
-                             {{4, 3, 2, 1}, ""}};
-  for (const Case& pattern :
-       {Case{{}, "2x2?"}, Case{{}, "2?x2"}, Case{{1, 1, 1, 1}, "1x4?"}, Case{{2, 2, 2}, "2x3?"},
-        Case{{3, 3}, "3?x2"}, Case{{1, 1, 1, 1, 1, 1, 1}, "1x7?"}, Case{{2, 2, 2, 2}, "2tx2?x2"}})
-    for (const std::string& mode : modes_of_all(pattern.mode, Order::kCanonical))
-      cases.push_back({pattern.layout, mode});
-  for (const Case& each : cases) {
-    const int size = each.layout.empty() ? 4 : std::accumulate(each.layout.begin(), each.layout.end(), 0);
-    GroupOptions options(TransportKind::kCluster, size, 4096);
-    options.layout = each.layout;
-    options.communicator.mode = each.mode;
-    expect_same_bits(options, {0, 1, 37, 20001});
-  }
-}
-
-TEST(ForcedModes, OnesThatDoNotFitAreRefused) {
-  for (const char* const mode : {"4", "2x3", "1x4", "2xx2", "2dx2"}) {
-    GroupOptions options(TransportKind::kCluster, 4, 4096);
-    options.communicator.mode = mode;
-    SCOPED_TRACE(mode);
-    error_of(ErrorKind::kUsage, [&] { RankGroup(options).run([](Communicator&) {}); });
-  }
-}
-
-// Every size has another algorithm, and fused ones have that of their sum of bytes.
-TEST(TunedBySize, EveryAlgorithmHasTheSameBits) {
-  struct Case {
-    int hosts;
-    const char* tuning;
-  };
-  for (const Case& each :
-       {Case{2, "0-8 rounds\n0-200 2tx2d\n0-5000 2px2p/64\n0-20000 2x2t/1K\n0-50000 rounds\n0- 2x2/500"},
-        Case{4, "0-4 1x4d\n0-200 rounds\n0-20000 1x4t\n0- 1x2x2d/2048"},
-        Case{3, "0-200 rounds\n0-5000 2tx3d/100\n0-20000 2x3\n0- rounds"},
-        Case{2, "costs message_seconds=1 latency=1"}, Case{4, "costs shared_bytes_per_second=1"}}) {
-    GroupOptions options(TransportKind::kCluster, 4, 4096);
-    options.hosts = each.hosts;
-    options.communicator.tuning = each.tuning;
-    expect_same_bits(options, {0, 1, 37, 1000, 4000, 11000, 20001});
-  }
 }
 
 std::vector<GroupCase> many_hosts() {

@@ -14,7 +14,7 @@ namespace {
 using namespace testing;
 
 constexpr std::size_t kRegionBytes = 256 * 1024;
-// From here on the direct way is taken (allreduce.cpp, reduce_scatter.cpp).
+// Here arrays are reduced where they lie (host_table.h).
 constexpr std::size_t kDirectFrom = 16 * 1024;
 
 ReduceProblem sum_problem(DType dtype, std::size_t bytes, int size) {

@@ -105,6 +105,15 @@ std::vector<Piece> pieces_of(const ReduceProblem& problem, int rank, Bytes& inpu
   return pieces;
 }
 
+Bytes output_of(const std::vector<Piece>& pieces) {
+  Bytes found;
+  for (const Piece& piece : pieces) {
+    const auto* const begin = reinterpret_cast<const unsigned char*>(piece.output);
+    found.insert(found.end(), begin, begin + piece.bytes);
+  }
+  return found;
+}
+
 Bytes result_of(const Operation& operation) {
   const auto* begin = reinterpret_cast<const std::uint8_t*>(operation.result.data());
   return {begin, begin + operation.result.bytes()};

@@ -76,6 +76,8 @@ void expect_reduced(Communicator& communicator, const ReduceProblem& problem, Ca
 /// Pieces of an array of `count` elements, cut differently on every rank, some of them empty: every other one
 /// goes from `input` to `output`, the others stay in `input`.
 std::vector<Piece> pieces_of(const ReduceProblem& problem, int rank, Bytes& input, Bytes& output);
+/// What they have become, one after the other.
+Bytes output_of(const std::vector<Piece>& pieces);
 /// The memory that the collective allocated for its result.
 Bytes result_of(const Operation& operation);
 

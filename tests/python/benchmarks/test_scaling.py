@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from multiring.benchmarks.scaling import simulation
-from multiring.benchmarks.scaling.machine import CONTENDERS, MACHINE, OURS, is_timing_only
+from multiring.benchmarks.scaling.machine import CONTENDERS, MACHINE, OUR_RING, OURS, is_timing_only
 from multiring.benchmarks.scaling.report import efficiency, tables, write
 from multiring.benchmarks.scaling.results import Results, load, save
 from multiring.benchmarks.scaling.training import Profile, buckets, interpolate, parameters, step_seconds
@@ -89,12 +89,18 @@ def test_a_ring_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (4096, 2_097_152)
     monkeypatch.setenv("MULTIRING_MODE", "4px4p")
     pairwise = simulation.simulate(PROGRAM, OURS, 16, MACHINE, sizes)
-    monkeypatch.setenv("MULTIRING_MODE", "4px4r")
-    monkeypatch.setenv("MULTIRING_ORDER", "any")
-    ring = simulation.simulate(PROGRAM, OURS, 16, MACHINE, sizes)
+    ring = simulation.simulate(PROGRAM, OUR_RING, 16, MACHINE, sizes)
     assert ring[4096] - pairwise[4096] > 4 * 2 * MACHINE.latency
     limit = 2 * 3 / 4 * sizes[1] / (MACHINE.bytes_per_second * MACHINE.usable)
     assert limit < ring[sizes[1]] < 20 * limit
+
+
+@simulated
+def test_the_plan_is_chosen_by_the_costs_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By those of an unknown network of 20 us it would be the pairwise exchange."""
+    chosen = simulation.simulate(PROGRAM, OURS, 16, MACHINE, (262_144,))
+    monkeypatch.setenv("MULTIRING_MODE", "4px4p")
+    assert chosen[262_144] < simulation.simulate(PROGRAM, OURS, 16, MACHINE, (262_144,))[262_144]
 
 
 @simulated

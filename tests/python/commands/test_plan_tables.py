@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from ci.update_tables import LETTERS, PAGE, blocks, printed, shown, with_letters
+from multiring import cli
 from tests.support import refused
 
 
@@ -53,22 +56,75 @@ def test_one_host_has_algorithms_of_its_own() -> None:
         return sorted(name for name, row in found if row.get("is_chosen"))
 
     assert chosen("256") == ["rounds"]
-    assert chosen("1K") == ["direct", "rounds"]
+    assert chosen("750") == ["direct", "rounds"]
     assert chosen("2K") == ["direct", "staged"]
     assert rows("2K")["direct"]["needs"] == "arrays in symmetric memory"
-    assert rows("1M")["rounds"]["excluded"] == "more than staging memory holds"
-    assert chosen("8000", "--oversubscribed") == ["rounds"]
-    assert chosen("8K", "--oversubscribed") == ["direct", "rounds"]
-    assert chosen("32K", "--oversubscribed") == ["direct", "staged"]
+    assert rows("256")["direct"]["excluded"] == "so few bytes are not looked for in symmetric memory"
+    assert chosen("16K", "--oversubscribed") == ["rounds"]
+    assert chosen("32K", "--oversubscribed") == ["direct", "rounds"]
+    assert chosen("128K", "--oversubscribed") == ["direct", "staged"]
     alone = printed("--hosts", "1x2", "--bytes", "1M", "--mode", "staged")
     assert [line.split()[0] for line in alone.splitlines()[3:]] == ["mode", "staged"]
     for told, *words in (
         ("no choice of algorithms on one host", "1x2", "--collective", "broadcast"),
-        ("a rank alone needs no algorithm", "1x1"),
+        ("of a rank alone needs no algorithm; describe several (--hosts 1x2)", "1x1"),
         ("--oversubscribed is for one host", "2x2", "--oversubscribed"),
         ("staged are no algorithm of allreduce", "2x2", "--mode", "staged"),
+        ("mode 4d is for several hosts; within one there are direct", "1x4", "--mode", "4d"),
+        ("--segment is for several hosts", "1x4", "--segment", "64K"),
+        ("--host-links is for several hosts", "1x4", "--host-links", "ring"),
+        ("--placement is for several hosts", "1x4", "--placement", "round-robin"),
+        ("rounds is none: name one by --mode", "4x4", "--bytes", "4K", "--segment", "1K"),
+        ("2 links, but rounds crosses hosts in one", "2x2", "--bytes", "1K", "--links", "1gbit,2gbit"),
+        ("--segment is for plans, and messages is none", "2x2", "--collective", "gather", "--segment", "1K"),
     ):
         assert told in refused("plan", "--explain", "--hosts", *words)
+
+
+def test_one_host_says_what_either_kind_of_array_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --explain, too, as gradients lie in symmetric memory, and what is given to an allreduce does
+    not."""
+    assert cli.main(["plan", "--hosts", "1x4", "--bytes", "1M"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[4:]]
+    assert [(line[0], " ".join(line[3:])) for line in lines] == [
+        ("direct", "chosen for arrays in symmetric memory"),
+        ("staged", "chosen"),
+    ]
+    assert cli.main(["plan", "--hosts", "1x4", "--bytes", "1M", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["mode"], found["bytes"], found["collective"]) == ("staged", 1 << 20, "allreduce")
+    assert [row["name"] for row in found["algorithms"]] == ["direct", "staged"]
+
+
+def test_rounds_of_one_host_pass_in_segments() -> None:
+    *_, line = printed("--hosts", "1x4", "--bytes", "1M", "--mode", "rounds").splitlines()
+    assert line.split()[0] == "rounds"
+    assert float(line.split()[1]) > 1.0, "ms"
+
+
+def test_a_reduce_scatter_of_one_host_has_a_table() -> None:
+    def chosen(*arguments: str) -> list[str]:
+        found = json.loads(printed("--collective", "reduce_scatter", "--json", "--hosts", "1x2", *arguments))
+        return sorted(row["name"] for row in found["algorithms"] if row.get("is_chosen"))
+
+    assert chosen("--bytes", "4K") == ["staged"]
+    assert chosen("--bytes", "8K") == ["direct", "staged"]
+    assert chosen("--bytes", "32K", "--oversubscribed") == ["staged"]
+    assert chosen("--bytes", "64K", "--oversubscribed") == ["direct", "staged"]
+
+
+@pytest.mark.parametrize("nbytes", ["1K", "1M"])
+def test_json_says_what_is_described_whether_there_is_a_plan(
+    capsys: pytest.CaptureFixture[str], nbytes: str
+) -> None:
+    """Rounds at 1 KiB, a plan at 1 MiB."""
+    assert cli.main(["plan", "--hosts", "4x2", "--bytes", nbytes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["algorithms"]
+    assert (found["mode"], found["seconds"]) == (row["name"], row["seconds"])
+    assert (found["dtype"], found["bytes"]) == ("float32", 4 * found["count"])
+    assert ("steps" in found) == (nbytes == "1M")
+    assert found["order"] == "canonical"
 
 
 def test_rounds_alone() -> None:

@@ -215,6 +215,17 @@ def test_rank_0_tells_what_it_has_found() -> None:
     assert run_job(3, TELLING, env={"MULTIRING_QUIET": "1"}, code=0).stderr == ""
 
 
+def test_one_host_tells_what_it_uses() -> None:
+    """Also which mode is in force."""
+    script = "\nimport multiring\nmultiring.init()\n"
+    told = run_job(2, script, env={"MULTIRING_LOG_LEVEL": "info"}, code=0).stderr
+    assert re.findall("allreduces use .*, staged or direct for arrays in symmetric memory up to", told), told
+    assert len(re.findall("reduce-scatters use staged", told)) == 1, told
+    assert "broadcasts use" not in told
+    forced = {"MULTIRING_LOG_LEVEL": "info", "MULTIRING_MODE": "staged"}
+    assert "allreduces use staged up to 64 MiB" in run_job(2, script, env=forced, code=0).stderr
+
+
 def sums_by(rank: int, mode: str) -> list[bytes]:
     os.environ["MULTIRING_MODE"] = mode
     return sums(multiring.init())
@@ -258,4 +269,5 @@ def test_few_algorithms_have_few_peers(nursery: Nursery) -> None:
 
 
 def few_of(comm: Communicator) -> list[str]:
+    comm._core.set_tuning("")  # as before anything is measured: of costs of a loaded machine others would run
     return algorithms_of(comm, few=True)

@@ -10,7 +10,7 @@ from multiring import units
 from multiring.commands.argument_types import number_of
 from multiring.commands.plan.drawing import draw
 from multiring.commands.plan.explain import rows_as_json, rows_as_text
-from multiring.commands.plan.report import Collective, Prediction, as_json, as_text
+from multiring.commands.plan.report import Collective, Prediction, as_json, as_text, described_as_json
 from multiring.errors import UsageError
 
 __all__ = ["add_arguments", "main"]
@@ -24,6 +24,17 @@ _MAX_BYTES = 1 << 45
 
 # Algorithms that are no plan, so the table has all that there is to say.
 _WITHOUT_PLAN = ("rounds", "messages", "direct", "staged")
+# The options that say what is between several hosts, or how plans cross it.
+_OF_SEVERAL_HOSTS: dict[str, object] = {
+    "placement": "blocks",
+    "rate": (units.rate("10gbit"),),
+    "interfaces": None,
+    "latency": 20e-6,
+    "links": (),
+    "host_links": "switch",
+    "segment": 0,
+    "order": "canonical",
+}
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
 
@@ -63,13 +74,13 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--placement",
         choices=("blocks", "round-robin"),
-        default="blocks",
+        default=_OF_SEVERAL_HOSTS["placement"],
         help="whether a host has consecutive ranks, or ranks are dealt to the hosts in turn [blocks]",
     )
     cluster.add_argument(
         "--rate",
         type=_rates,
-        default=(units.rate("10gbit"),),
+        default=_OF_SEVERAL_HOSTS["rate"],
         metavar="R",
         help="speed of an interface, or of each of several with commas: 500mbit,125mbit [10gbit]",
     )
@@ -82,29 +93,29 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--latency",
         type=units.seconds,
-        default=20e-6,
+        default=_OF_SEVERAL_HOSTS["latency"],
         metavar="T",
         help="from host to host, with unit [20us]",
     )
     cluster.add_argument(
         "--links",
         type=_links,
-        default=(),
+        default=_OF_SEVERAL_HOSTS["links"],
         metavar="R:T,...",
         help="rate and latency of a host in each dimension across hosts, if not those of its interfaces",
     )
     cluster.add_argument(
         "--host-links",
         choices=("switch", "ring", "line"),
-        default="switch",
+        default=_OF_SEVERAL_HOSTS["host_links"],
         help="whether each host has a link to each, or to its neighbours only [switch]",
     )
     cluster.add_argument(
         "--memory-rate",
         type=units.size,
-        default=20 * 10**9,
         metavar="B",
-        help="bytes per second that all ranks of a host together read and write [20000000000]",
+        help="bytes per second that all ranks of a host together read and write [20000000000; of one host "
+        "alone, where arrays are in caches, 60000000000]",
     )
     cluster.add_argument(
         "--oversubscribed", action="store_true", help="the ranks outnumber the cores of the one host"
@@ -139,39 +150,60 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--segment",
         type=units.size,
-        default=0,
+        default=_OF_SEVERAL_HOSTS["segment"],
         metavar="B",
         help="bytes of the array that pass at once [automatic]",
     )
     plan.add_argument(
         "--order",
         choices=("canonical", "any"),
-        default="canonical",
+        default=_OF_SEVERAL_HOSTS["order"],
         help="canonical: the same bits wherever ranks are placed; any: rings may run [canonical]",
     )
 
 
 def main(args: argparse.Namespace) -> int:
     """Prints what a job would run. Raises UsageError for a mode that does not fit the cluster."""
-    has_plan = args.mode not in _WITHOUT_PLAN and native.has_plans(args.collective)
-    if args.segment and not has_plan:
-        none = f"{args.mode} are none" if args.mode in _WITHOUT_PLAN else f"{args.collective} has none"
-        _refuse(f"--segment is for plans, and {none}")
     collective, request, model = _described(args)
-    row, plan = native.choose_algorithm(collective.cluster, request, model) if has_plan else (None, None)
-    prediction = _prediction(collective, row, plan, model) if row and plan else None
-    if row and not args.explain:
-        rows = [] if prediction else [row]
-    else:
-        rows = _rows(args, collective, request, model)
+    if len(collective.cluster.ranks) == 1:
+        _refuse_what_needs_hosts(args)
+    has_plan = args.mode not in _WITHOUT_PLAN and native.has_plans(args.collective)
+    row, plan = None, None
+    if has_plan and len(collective.cluster.ranks) > 1:
+        row, plan = native.choose_algorithm(collective.cluster, request, model)
+    rows = [row] if row and not args.explain else _rows(args, collective, request, model)
+    row = row or rows[0]
+    _refuse_what_no_plan_uses(args, row, plan)
+    prediction = _prediction(collective, row, plan, model) if plan else None
     if args.json:
-        planned = as_json(prediction) if prediction else {"hosts": collective.cluster.ranks}
-        print(json.dumps(planned | ({"algorithms": rows_as_json(rows)} if rows else {}), indent=2))
+        found = as_json(prediction) if prediction else described_as_json(collective, row)
+        print(json.dumps(found | {"algorithms": rows_as_json(rows)}, indent=2))
     elif prediction is None or args.explain:
         print(rows_as_text(collective, rows))
     else:
         print(as_text(prediction), draw(collective.cluster.ranks, prediction.plan), sep="\n\n")
     return 0
+
+
+def _refuse_what_needs_hosts(args: argparse.Namespace) -> None:
+    for name, default in _OF_SEVERAL_HOSTS.items():
+        if getattr(args, name) != default:
+            _refuse(f"--{name.replace('_', '-')} is for several hosts; the ranks of one share memory")
+
+
+def _refuse_what_no_plan_uses(
+    args: argparse.Namespace, row: native.AlgorithmRow, plan: native.Plan | None
+) -> None:
+    across = plan.mode.count("x") if plan else 1
+    if args.segment and not plan:
+        _refuse(f"--segment is for plans, and {row.name} is none: name one by --mode, or leave --segment out")
+    if len(args.links) > across:
+        crosses = (
+            f"mode {plan.mode} has {across} across hosts: name the dimensions by --mode"
+            if plan
+            else f"{row.name} crosses hosts in one dimension"
+        )
+        _refuse(f"--links has {len(args.links)} links, but {crosses}")
 
 
 def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest, native.CostModel]:
@@ -180,11 +212,16 @@ def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest
     ranks_of_hosts = _ranks_of_hosts(args)
     if args.oversubscribed and len(ranks_of_hosts) > 1:
         _refuse("--oversubscribed is for one host; across hosts the network decides")
+    memory = {}
+    if len(ranks_of_hosts) == 1:
+        assumed = native.assumed_memory(ranks_of_hosts[0], args.oversubscribed)
+        memory = dict(zip(("memory_rate", "memory_latency", "memory_rewriting"), assumed, strict=True))
+    if args.memory_rate is not None:
+        memory["memory_rate"] = args.memory_rate
     cluster = native.Cluster(
         ranks_of_hosts,
         interfaces,
-        memory_rate=args.memory_rate,
-        memory_latency=native.assumed_synchronisation(ranks_of_hosts, args.oversubscribed),
+        **memory,
         round_robin=args.placement == "round-robin",
         host_links=args.host_links,
     )
@@ -218,12 +255,11 @@ def _rows(
     request: native.PlanRequest,
     model: native.CostModel,
 ) -> list[native.AlgorithmRow]:
-    """The table of algorithms, or the one that --mode names."""
-    if len(args.links) > 1 and not native.has_plans(args.collective):
-        _refuse(f"--links has {len(args.links)} links, and {args.collective} crosses hosts in one dimension")
+    """The table of algorithms; or what --mode names, or else what is chosen in it."""
     rows = native.algorithm_table(collective.cluster, request, model)
     if args.mode not in _WITHOUT_PLAN:
-        return rows
+        chosen = sorted((row for row in rows if row.is_chosen), key=lambda row: bool(row.needs))
+        return chosen + ([row for row in rows if not row.is_chosen] if args.explain else [])
     named = [row for row in rows if row.name == args.mode]
     if not named:
         _refuse(f"{args.mode} are no algorithm of {collective.name}: leave --mode out, or see --explain")
@@ -234,12 +270,6 @@ def _prediction(
     collective: Collective, row: native.AlgorithmRow, plan: native.Plan, model: native.CostModel
 ) -> Prediction:
     """The plan that is chosen, and what it costs."""
-    across = plan.mode.count("x")
-    if len(model.dimensions) > across:
-        _refuse(
-            f"--links has {len(model.dimensions)} links, but mode {plan.mode} has {across} across hosts: "
-            "name the dimensions by --mode"
-        )
     return Prediction(
         **vars(collective),
         row=row,

@@ -9,7 +9,16 @@ from typing import Any
 from multiring import _core as native
 from multiring.units import rate_text, seconds_text, size_text
 
-__all__ = ["Collective", "Prediction", "as_json", "as_text", "cluster_line", "table", "what_runs"]
+__all__ = [
+    "Collective",
+    "Prediction",
+    "as_json",
+    "as_text",
+    "cluster_line",
+    "described_as_json",
+    "table",
+    "what_runs",
+]
 
 
 @dataclass(frozen=True)
@@ -106,25 +115,34 @@ def _order_text(prediction: Prediction) -> str:
     )
 
 
+def described_as_json(collective: Collective, row: native.AlgorithmRow) -> dict[str, Any]:
+    """What runs where, and what the row of the algorithm says; bytes and seconds."""
+    return {
+        "hosts": collective.cluster.ranks,
+        "interfaces": [
+            {"bytes_per_second": one.bytes_per_second, "latency": one.latency}
+            for one in collective.interfaces
+        ],
+        "host_links": collective.host_links,
+        "collective": collective.name,
+        "dtype": collective.dtype,
+        "count": collective.count,
+        "bytes": collective.count * native.dtype_size(collective.dtype),
+        "mode": row.name,
+        "order": collective.order,
+        "segments": row.segments,
+        "seconds": None if row.excluded else row.seconds,
+    }
+
+
 def as_json(prediction: Prediction) -> dict[str, Any]:
     """All of it, in a form that JSON can hold. Bytes, seconds and numbers of elements."""
     plan = prediction.plan
     links, ranks = plan.traffic()
-    return {
-        "hosts": prediction.cluster.ranks,
-        "interfaces": [
-            {"bytes_per_second": one.bytes_per_second, "latency": one.latency}
-            for one in prediction.interfaces
-        ],
-        "host_links": prediction.host_links,
-        "dtype": prediction.dtype,
-        "count": plan.count,
-        "bytes": plan.count * plan.element_bytes,
-        "mode": prediction.row.name,
+    return described_as_json(prediction, prediction.row) | {
         "order": plan.order,
         "aligned": prediction.cluster.aligned,
         "parts_across_hosts": plan.parts_across_hosts,
-        "segments": prediction.row.segments,
         "channels": [
             {"interface": channel.interface, "bytes_per_second": channel.bytes_per_second}
             for channel in plan.channels
@@ -135,7 +153,6 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
             for link in links
         ],
         "ranks": [{"sent": rank.sent, "sent_in_memory": rank.sent_in_memory} for rank in ranks],
-        "seconds": prediction.row.seconds,
         "limit_seconds": prediction.limit,
         "share_of_limit": prediction.share_of_limit,
     }
