@@ -51,9 +51,13 @@ class Outcome:
     notes: dict[str, float] = field(default_factory=dict)  # what it called `note` with, and when
 
     def check_raised(
-        self, kind: type[BaseException], *texts: str, since: float = 0.0, within: float = 1e9
+        self,
+        kind: type[BaseException] | tuple[type[BaseException], ...],
+        *texts: str,
+        since: float = 0.0,
+        within: float = 1e9,
     ) -> str:
-        """Fails unless it raised an error of that kind with these texts; the error's text. A bound `within`
+        """Fails unless it raised an error of that kind, or of one of those, with these texts; the error's text. A bound `within`
         so many seconds is for tests that run alone: others assert the cause, with a long deadline."""
         assert isinstance(self.error, kind), self.trace or self
         message = str(self.error)

@@ -108,8 +108,11 @@ def run_out_of_batches(comm: Communicator) -> None:
 
 def test_ranks_that_wait_for_each_other_are_told_what_to_do(nursery: Nursery) -> None:
     env = {"MULTIRING_STALL_WARNING": "0.2", "MULTIRING_TIMEOUT": "0.8"}
-    for outcome in nursery.run(2, run_out_of_batches, env=env):
-        outcome.check_raised(multiring.TimeoutError, "waited 0.8 s")
+    outcomes = nursery.run(2, run_out_of_batches, env=env)
+    for outcome in outcomes:
+        outcome.check_raised((multiring.TimeoutError, multiring.PeerLostError), "waited 0.8 s")
+    # The first one leaves then, which the other may be told before its own time is up, with the reason.
+    assert any(isinstance(outcome.error, multiring.TimeoutError) for outcome in outcomes)
     text = nursery.output()
     assert "in allgather 'allgather_object' int64[1]" in text
     assert (

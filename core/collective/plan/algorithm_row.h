@@ -20,7 +20,7 @@ struct AlgorithmRow {
   std::size_t segments = 1;    ///< in which a plan passes, one after the other; or how many rounds
   double seconds = 0.0;        ///< by the cost model, with the exchange of headers that comes before a plan
   bool is_compared = false;    ///< with the others, to choose
-  bool is_chosen = false;      ///< the simplest of those within 2 % of the lowest time: what a job runs
+  bool is_chosen = false;  ///< what a job runs: the simplest of those that are about as quick as the quickest
 };
 
 /// The first of those that are as good as the quickest.

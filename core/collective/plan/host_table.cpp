@@ -8,6 +8,7 @@
 
 #include "base/cache.h"
 #include "base/error.h"
+#include "collective/staged/sections.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -69,7 +70,11 @@ AlgorithmRow HostTable::row(Kind kind, std::size_t bytes) const {
   double touched = is_allreduce ? 2.0 * array : array + array / ranks_;
   std::size_t synchronisations = 2;
   if (kind != Kind::kDirect) {
-    row.segments = std::max<std::size_t>(segment_count(bytes, staging_bytes_), 1);
+    const auto ranks = static_cast<std::size_t>(ranks_);
+    const std::size_t segments =
+        is_allreduce ? segment_count(bytes, staging_bytes_)
+                     : Sections(staging_bytes_, ranks, (bytes + ranks - 1) / ranks).segments();
+    row.segments = std::max<std::size_t>(segments, 1);
     synchronisations = row.segments + (kind == Kind::kStaged && is_allreduce ? 1 : 0);
     if (kind == Kind::kRounds)
       touched = (2.0 + memory_.rewriting + ranks_ + 1.0) * array;
@@ -89,11 +94,12 @@ AlgorithmRow HostTable::row(Kind kind, std::size_t bytes) const {
 
 std::vector<AlgorithmRow> HostTable::rows(std::size_t bytes, const HostChoice& choice) const {
   std::vector<AlgorithmRow> rows;
-  for (const Kind kind : kinds_of(collective_)) {
+  const std::span<const Kind> kinds = kinds_of(collective_);
+  const bool in_rounds = bytes <= choice.max_rounds && std::ranges::find(kinds, Kind::kRounds) != kinds.end();
+  for (const Kind kind : kinds) {
     rows.push_back(row(kind, bytes));
-    rows.back().is_chosen = kind == Kind::kDirect   ? bytes >= choice.min_direct
-                            : kind == Kind::kRounds ? bytes <= choice.max_rounds
-                                                    : bytes > choice.max_rounds;
+    rows.back().is_chosen =
+        kind == Kind::kDirect ? bytes >= choice.min_direct : (kind == Kind::kRounds) == in_rounds;
   }
   return rows;
 }

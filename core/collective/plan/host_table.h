@@ -28,9 +28,8 @@ struct HostChoice {
 /// what predicts, and what chooses.
 ///
 ///   rounds   every rank stages everything, and adds everything: one synchronisation. Of allreduces.
-///   direct   each rank adds its slice of all arrays where they lie, and writes the sum to all (its block of
-///   a
-///            reduce-scatter: to its output): two.
+///   direct   each rank adds its slice of all arrays where they lie, and writes the sum to all (of a
+///            reduce-scatter: its block, to its output): two.
 ///   staged   each rank adds its slice of each segment in staging memory: one for a segment, and one more (of
 ///            a reduce-scatter, whose sums go nowhere: no more).
 class MULTIRING_API HostTable {

@@ -59,7 +59,7 @@ def learn_costs(comm: Communicator, settings: Settings) -> None:
     if is_measured and settings.tuning != OFF and not has_costs(comm._core.tuning):
         _measure_costs(comm)
     if comm.rank == 0 and comm.size > 1:
-        _log_choices(comm)
+        _log_choices(comm, settings)
 
 
 def _measure_costs(comm: Communicator) -> None:
@@ -88,7 +88,7 @@ def _costs_line(comm: Communicator, measured: Sequence[Measured], barrier: float
     return f"costs latency={barrier!r}"
 
 
-def _log_choices(comm: Communicator) -> None:
+def _log_choices(comm: Communicator, settings: Settings) -> None:
     """Logs which algorithms collectives use, by size: at level debug with all that the table has."""
     if not _log.isEnabledFor(logging.INFO):
         return
@@ -106,7 +106,9 @@ def _log_choices(comm: Communicator) -> None:
             )
             # On one host two, where it depends on the memory of arrays.
             names = [row.name + f" for {row.needs}" * bool(row.needs) for row in rows if row.is_chosen]
-            name = " or ".join(sorted(names, reverse=True)) or "a rule"
+            # Nor does a table list every mode, or what a rule says.
+            forced = settings.mode if collective == "allreduce" else ""
+            name = " or ".join(sorted(names, reverse=True)) or forced or "a rule"
             if chosen and chosen[-1][1] == name:
                 chosen.pop()
             chosen.append((nbytes, name))

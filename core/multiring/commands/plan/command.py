@@ -260,7 +260,12 @@ def _rows(
     if args.mode not in _WITHOUT_PLAN:
         chosen = sorted((row for row in rows if row.is_chosen), key=lambda row: bool(row.needs))
         return chosen + ([row for row in rows if not row.is_chosen] if args.explain else [])
-    named = [row for row in rows if row.name == args.mode]
+    # Direct is for symmetric arrays: others are staged.
+    named = [row for row in rows if row.name == args.mode or (args.mode == "direct" and row.name == "staged")]
+    if len(collective.cluster.ranks) == 1 and collective.name != "allreduce":
+        _refuse(
+            f"--mode {args.mode} is for allreduces: MULTIRING_MODE forces no {collective.name} of one host"
+        )
     if not named:
         _refuse(f"{args.mode} are no algorithm of {collective.name}: leave --mode out, or see --explain")
     return named
