@@ -15,9 +15,10 @@ bool positive(double value) { return std::isfinite(value) && value > 0.0; }
 bool not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
 
 void validate(const CostModel& model) {
-  bool valid = not_negative(model.call_seconds) && not_negative(model.message_seconds) &&
-               not_negative(model.interface_message_seconds) && not_negative(model.shared_message_seconds) &&
-               model.shared_bytes_per_second > 0.0 && positive(model.reduction_bytes_per_second);
+  bool valid = not_negative(model.call_seconds) && not_negative(model.burst_bytes) &&
+               not_negative(model.message_seconds) && not_negative(model.interface_message_seconds) &&
+               not_negative(model.shared_message_seconds) && model.shared_bytes_per_second > 0.0 &&
+               positive(model.reduction_bytes_per_second);
   for (const LinkCost& link : model.dimensions)
     valid = valid && not_negative(link.latency) && positive(link.bytes_per_second);
   if (!valid) throw_usage("a cost model needs speeds above 0 and times of 0 or more");
@@ -41,7 +42,9 @@ LinkCost link_of(const StepLoad& step, const Cluster& cluster, const CostModel& 
   return link;
 }
 
-StepCost price_step(const StepLoad& load, const Cluster& cluster, const CostModel& model) {
+/// `beyond_burst`: the part of its bytes that takes a link its time.
+StepCost price_step(const StepLoad& load, double beyond_burst, const Cluster& cluster,
+                    const CostModel& model) {
   StepCost cost;
   cost.hops = load.hops;
   HostMemory memory = cluster.hosts.front().memory;
@@ -57,7 +60,8 @@ StepCost price_step(const StepLoad& load, const Cluster& cluster, const CostMode
   }
   const LinkCost link = link_of(load, cluster, model);
   cost.latency = load.hops * link.latency;
-  cost.wire = load.link_bytes / link.bytes_per_second + load.all_bytes / model.shared_bytes_per_second;
+  cost.wire =
+      beyond_burst * load.link_bytes / link.bytes_per_second + load.all_bytes / model.shared_bytes_per_second;
   cost.interface_messages = load.link_messages * model.interface_message_seconds;
   cost.messages =
       load.rank_messages * model.message_seconds + load.all_messages * model.shared_message_seconds;
@@ -65,7 +69,8 @@ StepCost price_step(const StepLoad& load, const Cluster& cluster, const CostMode
 }
 
 /// Seconds that the busiest link of all steps sends or receives; what all hosts share is one.
-double busiest_link(const PlanLoad& load, const Cluster& cluster, const CostModel& model) {
+double busiest_link(const PlanLoad& load, double beyond_burst, const Cluster& cluster,
+                    const CostModel& model) {
   std::vector<LinkLoad> busy;
   double shared = 0.0;
   for (const StepLoad& step : load) {
@@ -80,7 +85,7 @@ double busiest_link(const PlanLoad& load, const Cluster& cluster, const CostMode
   }
   double most = 0.0;
   for (const LinkLoad& link : busy) most = std::max({most, link.sent, link.received});
-  return most + shared;
+  return beyond_burst * most + shared;
 }
 
 }  // namespace
@@ -106,8 +111,11 @@ double PlanCost::seconds(std::size_t segments) const {
 PlanCost price(const PlanLoad& load, const Cluster& cluster, const CostModel& model) {
   validate(model);
   PlanCost cost;
-  for (const StepLoad& step : load) cost.steps.push_back(price_step(step, cluster, model));
-  cost.busiest_link = busiest_link(load, cluster, model);
+  double bytes = 0.0;
+  for (const StepLoad& step : load) bytes += step.link_bytes;
+  const double beyond_burst = model.beyond_burst(bytes);
+  for (const StepLoad& step : load) cost.steps.push_back(price_step(step, beyond_burst, cluster, model));
+  cost.busiest_link = busiest_link(load, beyond_burst, cluster, model);
   return cost;
 }
 

@@ -22,13 +22,19 @@ struct CostModel {
   double call_seconds = 0.0;                ///< of an allreduce by whatever algorithm
   double message_seconds = 5e-6;            ///< of the processor for one message to another host
   double interface_message_seconds = 1e-6;  ///< of an interface for one message of any rank
-  double shared_message_seconds = 0.0;      ///< of what all ranks share, for one message of any of them
+  /// About so many bytes of a collective pass a link at once, where it saves up what it did not send (a token
+  /// bucket), or has a queue.
+  double burst_bytes = 0.0;
+  double shared_message_seconds = 0.0;  ///< of what all ranks share, for one message of any of them
   /// That all hosts together send, as where a switch has less than all its links.
   double shared_bytes_per_second = std::numeric_limits<double>::infinity();
   double reduction_bytes_per_second = 10e9;  ///< that one rank reads and writes while it adds
   /// Links of the dimensions 1, 2, ... where they differ from the interfaces of the hosts (far hosts behind a
   /// slower switch); further dimensions have the interfaces'.
   std::vector<LinkCost> dimensions;
+
+  /// The part of so many bytes that takes a link its time: hardly any of few, all but a burst of many.
+  double beyond_burst(double bytes) const { return bytes > 0.0 ? bytes / (bytes + burst_bytes) : 1.0; }
 };
 
 /// Predicted seconds of a step in which chunks go whole.

@@ -144,7 +144,7 @@ AlgorithmTable::Load AlgorithmTable::message_load(const PlanOptions& options) co
 
 double AlgorithmTable::seconds(const Load& load, const Cluster& cluster, const CostModel& model) const {
   double seconds = model.call_seconds;
-  if (load.header_bytes) seconds += round_.seconds(*load.header_bytes, *load.header_bytes, cluster, model);
+  if (load.header_bytes) seconds += round_.seconds(*load.header_bytes, *load.header_bytes, 1, cluster, model);
   if (load.plan) return seconds + price(*load.plan, cluster, model).seconds(load.segments);
   if (load.messages) return seconds + load.messages->seconds(load.piece, staging_bytes_, cluster, model);
   seconds += round_seconds(load, load.last_round_bytes, cluster, model);
@@ -155,7 +155,7 @@ double AlgorithmTable::seconds(const Load& load, const Cluster& cluster, const C
 
 double AlgorithmTable::round_seconds(const Load& load, std::size_t bytes, const Cluster& cluster,
                                      const CostModel& model) const {
-  return round_of(load).seconds(bytes, bytes / load.sections, cluster, model);
+  return round_of(load).seconds(bytes, bytes / load.sections, load.segments, cluster, model);
 }
 
 double AlgorithmTable::seconds(const Load& load, const JobCosts& costs) const {
@@ -176,7 +176,7 @@ double AlgorithmTable::least_plan_seconds() const {
   for (const Interface& interface : cluster_.hosts.front().interfaces)
     latency = std::min(latency, interface.latency);
   for (const LinkCost& link : model_.dimensions) latency = std::min(latency, link.latency);
-  return model_.call_seconds + round_.seconds(0, 0, cluster_, model_) + latency;
+  return model_.call_seconds + round_.seconds(0, 0, 1, cluster_, model_) + latency;
 }
 
 AlgorithmTable::Load AlgorithmTable::unplanned_load(CrossingAlgorithm::Kind kind,

@@ -14,7 +14,7 @@
 namespace multiring {
 namespace {
 
-constexpr std::size_t kCostCount = 8;
+constexpr std::size_t kCostCount = 9;
 using Vector = std::array<double, kCostCount>;  // logarithms of costs
 using Matrix = std::array<Vector, kCostCount>;
 
@@ -28,6 +28,7 @@ constexpr double kGoodEnough = 1e-6;  // of the sum of squares, in a step
 JobCosts assumed() {
   JobCosts costs;
   costs.call_seconds = 1e-5;  // their defaults, none, have no logarithm
+  costs.burst_bytes = 4096;
   costs.shared_message_seconds = 1e-6;
   costs.shared_bytes_per_second = 1e10;  // nearer to where it would be noticed
   return costs;

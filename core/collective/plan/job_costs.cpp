@@ -83,6 +83,7 @@ CostModel cost_model(const JobCosts& costs) {
   model.call_seconds = costs.call_seconds;
   model.message_seconds = costs.message_seconds;
   model.shared_message_seconds = costs.shared_message_seconds;
+  model.burst_bytes = costs.burst_bytes;
   model.shared_bytes_per_second = costs.shared_bytes_per_second;
   model.reduction_bytes_per_second = costs.memory_bytes_per_second;
   return model;

@@ -14,6 +14,7 @@ struct JobCosts {
   double call_seconds = 0.0;            ///< of an allreduce by whatever algorithm
   double latency = 20e-6;               ///< seconds of a hop from host to host
   double bytes_per_second = 1.25e9;     ///< of a host, in each direction
+  double burst_bytes = 0.0;             ///< about so many of an allreduce pass at once, as links save up some
   double synchronisation = 1e-6;        ///< seconds, of the ranks of a host
   double message_seconds = 5e-6;        ///< of a rank for one of its messages
   double shared_message_seconds = 0.0;  ///< of what all ranks share, for a message of any of them
@@ -27,6 +28,7 @@ void visit_costs(const Visit& visit) {
   visit("call_seconds", &JobCosts::call_seconds);
   visit("latency", &JobCosts::latency);
   visit("bytes_per_second", &JobCosts::bytes_per_second);
+  visit("burst_bytes", &JobCosts::burst_bytes);
   visit("synchronisation", &JobCosts::synchronisation);
   visit("message_seconds", &JobCosts::message_seconds);
   visit("shared_message_seconds", &JobCosts::shared_message_seconds);

@@ -54,11 +54,11 @@ double MessageLoad::seconds(std::size_t piece, std::size_t staging_bytes, const 
   for (std::size_t number = 0; number < hosts_.size(); ++number) {
     const HostPieces& pieces = hosts_[number];
     const Host& host = cluster.hosts[number];
-    sending =
-        std::max({sending, bytes_of(std::max(pieces.sent, pieces.received)) / crossing_speed(host, model),
-                  static_cast<double>(std::max(pieces.sent, pieces.received)) * messages *
-                      model.interface_message_seconds,
-                  2.0 * bytes_of(pieces.sent + pieces.received) / host.memory.bytes_per_second});
+    const double crossing = bytes_of(std::max(pieces.sent, pieces.received));
+    sending = std::max({sending, crossing * model.beyond_burst(crossing) / crossing_speed(host, model),
+                        static_cast<double>(std::max(pieces.sent, pieces.received)) * messages *
+                            model.interface_message_seconds,
+                        2.0 * bytes_of(pieces.sent + pieces.received) / host.memory.bytes_per_second});
     all_sent += pieces.sent;
     if (pieces.within == 0) continue;
     within = std::max(within, 4.0 * bytes_of(pieces.within) / host.memory.bytes_per_second);

@@ -41,14 +41,16 @@ std::size_t RoundLoad::Sent::messages_each(std::size_t bytes) const {
   return is_combined ? 1 : 1 + most_parts;
 }
 
-double RoundLoad::Sent::seconds(std::size_t bytes, double bytes_per_second, const CostModel& model) const {
+double RoundLoad::Sent::seconds(std::size_t bytes, std::size_t rounds, double bytes_per_second,
+                                const CostModel& model) const {
   const auto each = static_cast<double>(messages_each(bytes));
-  return std::max({static_cast<double>(parts) * static_cast<double>(bytes) / bytes_per_second,
+  const double sent = static_cast<double>(parts) * static_cast<double>(bytes);
+  return std::max({model.beyond_burst(sent * static_cast<double>(rounds)) * sent / bytes_per_second,
                    static_cast<double>(most_messages) * each * model.message_seconds,
                    static_cast<double>(messages) * each * model.interface_message_seconds});
 }
 
-double RoundLoad::seconds(std::size_t bytes, std::size_t taken, const Cluster& cluster,
+double RoundLoad::seconds(std::size_t bytes, std::size_t taken, std::size_t rounds, const Cluster& cluster,
                           const CostModel& model) const {
   double seconds = 0.0;
   for (const Host& host : cluster.hosts)  // when ranks have published, and when all has arrived
@@ -58,8 +60,8 @@ double RoundLoad::seconds(std::size_t bytes, std::size_t taken, const Cluster& c
     double all_messages = 0.0;
     double all_bytes = 0.0;
     for (const auto& [link, sent] : step) {
-      sending =
-          std::max(sending, sent.seconds(bytes, crossing_speed(cluster.hosts[link.first], model), model));
+      sending = std::max(
+          sending, sent.seconds(bytes, rounds, crossing_speed(cluster.hosts[link.first], model), model));
       all_messages += static_cast<double>(sent.messages * sent.messages_each(bytes));
       all_bytes += static_cast<double>(sent.parts) * static_cast<double>(bytes);
     }

@@ -19,9 +19,10 @@ class MULTIRING_API RoundLoad {
   std::size_t steps() const { return steps_.size(); }
   /// The most ranks whose data one rank sends, counted once for each message.
   std::size_t rank_parts() const { return rank_parts_; }
-  /// `taken`: bytes that a rank takes of what one has published. Predicted seconds, at the speeds of
-  /// `cluster`, which has the hosts and ranks of the one counted.
-  double seconds(std::size_t bytes, std::size_t taken, const Cluster& cluster, const CostModel& model) const;
+  /// `taken`: bytes that a rank takes of what one has published; `rounds`: of which this is one. Predicted
+  /// seconds, at the speeds of `cluster`, which has the hosts and ranks of the one counted.
+  double seconds(std::size_t bytes, std::size_t taken, std::size_t rounds, const Cluster& cluster,
+                 const CostModel& model) const;
 
  private:
   /// By a host in one step, or by a host to one neighbour.
@@ -32,7 +33,8 @@ class MULTIRING_API RoundLoad {
     std::size_t most_parts = 0;     ///< of one message
 
     std::size_t messages_each(std::size_t bytes) const;
-    double seconds(std::size_t bytes, double bytes_per_second, const CostModel& model) const;
+    double seconds(std::size_t bytes, std::size_t rounds, double bytes_per_second,
+                   const CostModel& model) const;
   };
   using Link = std::pair<std::size_t, int>;  // a host, and the neighbour; or -1: all others, by a switch
 

@@ -55,6 +55,18 @@ TEST(CostModel, LargeMessagesCostTheBytesThatTheInterfaceSends) {
   EXPECT_NEAR(seconds_of(gigabit(8, 4), "4tx8d", kCount), 3.0 * kCount * sizeof(float) / kGigabit, 1e-9);
 }
 
+TEST(CostModel, ABurstPassesAtOnce) {
+  CostModel bursty = network_only();
+  bursty.burst_bytes = 256e3;
+  const auto seconds = [&](std::size_t bytes, const CostModel& model) {
+    return predict(Plan(gigabit(2, 1), options_for("1px2p", bytes / sizeof(float))), model);
+  };
+  constexpr std::size_t kFew = 16'000;
+  constexpr std::size_t kMany = 64'000'000;
+  EXPECT_LT(seconds(kFew, bursty), 0.1 * seconds(kFew, network_only()));
+  EXPECT_NEAR(seconds(kMany, bursty), seconds(kMany, network_only()) - 256e3 / kGigabit, 2e-5);
+}
+
 TEST(CostModel, SmallMessagesCostTheRounds) {
   constexpr double kLatency = 1e-3;
   const Cluster cluster = gigabit(8, 2, kLatency);
