@@ -57,8 +57,9 @@ class Outcome:
         since: float = 0.0,
         within: float = 1e9,
     ) -> str:
-        """Fails unless it raised an error of that kind, or of one of those, with these texts; the error's text. A bound `within`
-        so many seconds is for tests that run alone: others assert the cause, with a long deadline."""
+        """Fails unless it raised an error of that kind, or of one of those, with these texts; gives its text.
+        A bound `within` so many seconds is for tests that run alone: others assert the cause, with a long
+        deadline."""
         assert isinstance(self.error, kind), self.trace or self
         message = str(self.error)
         for text in texts:

@@ -208,7 +208,7 @@ class HeldUp {
       submit(communicator);
       submitted_.count_down();
       run_barrier(communicator);
-      if (!second) rounds = transport->arrived(0) - 4;  // the first takes three, the barrier one
+      if (!second) rounds = transport->arrived(0) - 3;  // the first takes two, the barrier one
     });
     return rounds;
   }
