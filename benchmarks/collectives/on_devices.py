@@ -16,7 +16,7 @@ from typing import Any
 
 from multiring import Communicator
 from multiring.benchmarks.contenders import Call, Contender, Ordinary
-from multiring.errors import UsageError
+from multiring.errors import MultiringError, UsageError
 from multiring.models.peers.gloo import GlooGroup
 
 __all__ = ["LIMIT_PARTS", "Field", "choose_peers"]
@@ -251,11 +251,10 @@ class NcclOfCupy(Contender[Vector]):
     name = _NAMES["nccl"]
     exact = True
 
-    def __init__(self, comm: Communicator, library: Library) -> None:
-        self._nccl = importlib.import_module("cupy.cuda.nccl")
+    def __init__(self, comm: Communicator, library: Library, unique: Any) -> None:
+        self._nccl = _nccl_of_cupy()
         self._stream = importlib.import_module("cupy").cuda.get_current_stream
         self._library = library
-        unique = comm.broadcast_object(self._nccl.get_unique_id() if comm.rank == 0 else None)
         self._group = self._nccl.NcclCommunicator(comm.size, unique, comm.rank)
 
     def prepare(self, count: int) -> tuple[Vector, Call]:
@@ -309,13 +308,36 @@ def _peer(
         return None, "it takes one GPU for each rank, and ranks share one"
     if peer == "gloo" and not isinstance(library, Torch):
         return None, "it takes PyTorch's tensors, and PyTorch sees no device"
+    of_torch = isinstance(library, Torch)
+    # First what each rank finds out by itself: in what follows they wait for each other.
+    unique, reason = (None, "") if of_torch else _attempt(lambda: _nccl_of_cupy().get_unique_id())
     found: Contender[Vector] | None = None
-    reason = ""
-    try:
-        found = OfTorch(library, peer) if isinstance(library, Torch) else NcclOfCupy(comm, library)
-        _arrays, call = found.prepare(1)  # which have to live as long as the call
-        call()  # connects
-    except Exception as error:  # each library has kinds of its own
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    reasons = [each for each in comm.allgather_object(reason) if each]
+    if not (reasons := [each for each in comm.allgather_object(reason) if each]):
+        unique = comm.broadcast_object(unique)
+
+        def connect() -> Contender[Vector]:
+            made = OfTorch(library, peer) if of_torch else NcclOfCupy(comm, library, unique)
+            _arrays, call = made.prepare(1)  # which have to live as long as the call
+            call()
+            return made
+
+        found, reason = _attempt(connect)
+        reasons = [each for each in comm.allgather_object(reason) if each]
     return (None, reasons[0]) if reasons else (found, "")
+
+
+def _nccl_of_cupy() -> Any:
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    if not nccl.available:
+        raise ImportError("CuPy finds no libnccl.so.2")
+    return nccl
+
+
+def _attempt(make: Callable[[], Any]) -> tuple[Any, str]:
+    """What `make` returns, or why it raised: each library has kinds of its own."""
+    try:
+        return make(), ""
+    except MultiringError:
+        raise
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
