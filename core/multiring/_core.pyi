@@ -1040,3 +1040,5 @@ def predict_steps(plan: Plan, model: CostModel) -> list[float]:
     """
     Predicted seconds of each step in which chunks go whole.
     """
+
+_interpreter: typing.Any
