@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from chainer.backends import cuda
 from multiring.arrays import contiguous
+from multiring.arrays import joined as arrays_joined
 from multiring.errors import UsageError
 
 __all__ = [
@@ -54,10 +56,8 @@ def empty(shape: tuple[int, ...], dtype: Any, device: bool) -> Any:
 
 def joined(arrays: Sequence[Any]) -> Any:
     """The elements of arrays of one dtype, all on the device or all in host memory, one after the other."""
-    if not on_device(arrays[0]):
-        return np.concatenate([ordered(x).reshape(-1) for x in arrays])
-    with arrays[0].device:
-        return cuda.cupy.concatenate([ordered(x).reshape(-1) for x in arrays])
+    with arrays[0].device if on_device(arrays[0]) else nullcontext():
+        return arrays_joined(arrays)
 
 
 def to_host(x: Any) -> Array:

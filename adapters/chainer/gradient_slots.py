@@ -223,7 +223,8 @@ class GradientSlots:
             copies, self._copies = self._copies, {}
         self._refresh_views()
         for index in np.flatnonzero(result.produced).tolist():
-            reduced, own = copies.get(index, (self._views[index],))[0], in_place.get(index)
+            reduced = copies[index][0] if index in copies else self._views[index]
+            own = in_place.get(index)
             if own is None:
                 self._show(index, self._placed(index, reduced))
                 continue

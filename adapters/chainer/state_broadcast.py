@@ -87,11 +87,7 @@ def broadcast_arrays(arrays: Mapping[str, Any], root: int = 0, comm: Group = Non
     """Overwrite arrays, of NumPy or CuPy, with those of `root`. Collective; see `broadcast_parameters`."""
     # Arrays without gaps are received where they are; others by way of a copy.
     staged = _together(arrays)
-    buffers = [
-        broadcast.StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {arrays[name].shape}")
-        for name, array in staged.items()
-    ]
-    broadcast.broadcast_state(plain_communicator(comm), buffers, root)
+    broadcast.broadcast_arrays(plain_communicator(comm), staged, root)
     _take_over(arrays, staged)
 
 

@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace multiring::binding {
 namespace {
 
-// Threads that ask for the lock without a thread state that Python has told them of.
+// Threads within PyGILState_Ensure, or about to call it.
 std::atomic<int> asking{0};
 std::atomic<bool> ended{false};
 std::thread::id ending;  // of the thread that finalises; written before `ended`

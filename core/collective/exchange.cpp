@@ -204,6 +204,7 @@ void Exchange::throw_for_peer(const OperationCall& call, const WaitResult& resul
 void Exchange::throw_for_any(const OperationCall& call, const WaitResult& result, const AnySource& any,
                              const std::string& told) const {
   const bool timeout = result.outcome == WaitResult::Outcome::kTimeout;
+  if (timeout) throw_if_aborted(call);
   const bool one = any.sources().size() == 1;
   if (one && timeout && told.empty()) throw_for_peer(call, result, any.sources().front());
   const std::string names = names_of(any.sources());

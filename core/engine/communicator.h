@@ -225,6 +225,8 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   std::string explain_wait(const Work& work, ErrorContext& context) const;
   double timeout_of(const std::vector<std::shared_ptr<Work>>& chosen) const;
   void require_peer(const Operation& operation, int peer) const;
+  /// Completes the sources of a probe and makes `operation` the receive that follows. Raises a usage error.
+  void check_sources(Operation& operation, ProbeRequest& request) const;
   template <class Body>
   void run_point_to_point(Operation& operation, const CallOptions& options, const Body& body);
 

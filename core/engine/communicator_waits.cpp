@@ -53,28 +53,34 @@ void Communicator::require_peer(const Operation& operation, int peer) const {
                                "collective");
 }
 
+void Communicator::check_sources(Operation& operation, ProbeRequest& request) const {
+  std::vector<int>& sources = request.sources;
+  if (sources.empty())
+    for (int peer = 0; peer < size(); ++peer)
+      if (peer != rank() && (transport_->fully_linked() || transport_->has_link(peer, rank())))
+        sources.push_back(peer);
+  if (sources.empty()) throw_usage(operation, "there is no other rank that could send to this one");
+  std::ranges::sort(sources);
+  const auto twice = std::ranges::unique(sources);
+  sources.erase(twice.begin(), twice.end());
+  int& root = operation.descriptor.key.root;
+  for (const int source : sources) {
+    root = source;
+    validate(operation, rank(), size(), name());
+    require_peer(operation, source);
+  }
+  if (sources.size() > 1) root = -1;
+  for (const int needed : request.needed)
+    if (!std::ranges::binary_search(sources, needed))
+      throw_usage(operation, exchange_.name_of(needed) + " is needed, but its messages are not waited for");
+}
+
 std::optional<MessageInfo> Communicator::probe(ProbeRequest request, const CallOptions& options) {
   throw_if_abandoned();
   Operation operation;  // the receive that follows, for messages
   Descriptor& descriptor = operation.descriptor;
   descriptor.key.kind = OpKind::kReceive;
-  if (request.sources.empty())
-    for (int peer = 0; peer < size(); ++peer)
-      if (peer != rank() && (transport_->fully_linked() || transport_->has_link(peer, rank())))
-        request.sources.push_back(peer);
-  if (request.sources.empty()) throw_usage(operation, "there is no other rank that could send to this one");
-  std::ranges::sort(request.sources);
-  const auto twice = std::ranges::unique(request.sources);
-  request.sources.erase(twice.begin(), twice.end());
-  for (const int source : request.sources) {
-    descriptor.key.root = source;
-    validate(operation, rank(), size(), name());
-    require_peer(operation, source);
-  }
-  if (request.sources.size() > 1) descriptor.key.root = -1;
-  for (const int needed : request.needed)
-    if (!std::ranges::binary_search(request.sources, needed))
-      throw_usage(operation, exchange_.name_of(needed) + " is needed, but its messages are not waited for");
+  check_sources(operation, request);
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
@@ -86,20 +92,12 @@ std::optional<MessageInfo> Communicator::probe(ProbeRequest request, const CallO
     options_.warn(exchange_.where(call) + ", has waited " + seconds_text(waited) + " for a message of " +
                   rank_list(request.sources, *transport_) + kHowToSilence);
   };
-  bool time_is_up = false;
   try {
     exchange_.throw_if_aborted(call);
-    try {
-      return point_to_point_.probe(call, request);
-    } catch (const Error& error) {
-      if (error.kind() == ErrorKind::kTimeout) {
-        exchange_.throw_if_aborted(call);  // what has broken the group meanwhile comes first
-        time_is_up = true;
-      }
-      throw;
-    }
-  } catch (const Error&) {
-    if (time_is_up) throw;
+    return point_to_point_.probe(call, request);
+  } catch (const Error& error) {
+    // A probe that has run out of time breaks nothing; the error of a group that is broken may be a timeout.
+    if (error.kind() == ErrorKind::kTimeout && !transport_->aborted(nullptr)) throw;
     fail_and_raise(descriptor);
   }
 }

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from multiring.arrays import joined
+from multiring.arrays import contiguous, joined
 from multiring.communicator import Communicator
 from multiring.derived import resolve
 from multiring.errors import UsageError
@@ -82,13 +81,14 @@ def broadcast_state(
 
 
 def broadcast_arrays(
-    comm: Communicator, arrays: Mapping[str, NDArray[Any]], root: int = 0, *, advice: str = ADVICE
+    comm: Communicator, arrays: Mapping[str, Any], root: int = 0, *, advice: str = ADVICE
 ) -> None:
-    """Overwrite NumPy arrays of all ranks with those of `root`. Collective.
+    """Overwrite arrays of all ranks, of NumPy or CuPy, with those of `root`. Collective.
 
     Args:
         comm: Ranks that take part.
-        arrays: Writable arrays of any dtype, shape and strides, by name, in the same order on every rank.
+        arrays: Writable arrays of any dtype, shape and strides, by name, in the same order on every rank; all
+            in host memory or all on one device.
         root: Rank whose values everyone gets.
         advice: What to do about different names, for the error.
 
@@ -96,15 +96,15 @@ def broadcast_arrays(
         UsageError: `root` is not a rank.
         MismatchError: The ranks pass different names, shapes or dtypes.
     """
-    flat = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    flat = {name: contiguous(array) for name, array in arrays.items()}
     buffers = [
-        StateBuffer(name, array.reshape(-1).view(np.uint8), f"{arrays[name].dtype} {arrays[name].shape}")
+        StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {array.shape}")
         for name, array in flat.items()
     ]
     broadcast_state(comm, buffers, root, advice=advice)
     for name, array in flat.items():
-        if not np.may_share_memory(array, arrays[name]):
-            arrays[name][...] = array.reshape(arrays[name].shape)
+        if array is not arrays[name]:
+            arrays[name][...] = array
 
 
 def _packs(buffers: Sequence[StateBuffer], limit: int) -> Iterator[list[StateBuffer]]:
