@@ -16,6 +16,7 @@ bool not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
 
 void validate(const CostModel& model) {
   bool valid = not_negative(model.call_seconds) && not_negative(model.burst_bytes) &&
+               model.queue_bytes >= 0.0 && not_negative(model.loss_seconds) &&
                not_negative(model.message_seconds) && not_negative(model.interface_message_seconds) &&
                not_negative(model.shared_message_seconds) && model.shared_bytes_per_second > 0.0 &&
                positive(model.reduction_bytes_per_second);
@@ -59,7 +60,7 @@ StepCost price_step(const StepLoad& load, double beyond_burst, const Cluster& cl
     return cost;
   }
   const LinkCost link = link_of(load, cluster, model);
-  cost.latency = load.hops * link.latency;
+  cost.latency = load.hops * link.latency + model.held_up(load.queued_bytes);
   cost.wire =
       beyond_burst * load.link_bytes / link.bytes_per_second + load.all_bytes / model.shared_bytes_per_second;
   cost.interface_messages = load.link_messages * model.interface_message_seconds;

@@ -26,9 +26,17 @@ class StepCounter {
     load.hops = hop_count(step);
     for (int hop = 0; hop < load.hops; ++hop) {
       traffic_.clear();
-      for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) { traffic_.add(step, transfer); });
+      HostBytes received;
+      for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) {
+        traffic_.add(step, transfer);
+        received[traffic_.host_of(transfer.to)][traffic_.host_of(transfer.from)] +=
+            static_cast<double>(transfer.bytes);
+      });
       add_memory(load);
-      if (step.across_hosts()) add_messages(load);
+      if (!step.across_hosts()) continue;
+      add_messages(load);
+      if (plan_.cluster().fully_linked())
+        load.queued_bytes = std::max(load.queued_bytes, queued_bytes(received));
     }
     return load;
   }
@@ -90,6 +98,20 @@ class StepCounter {
 };
 
 }  // namespace
+
+double queued_bytes(const HostBytes& received) {
+  double most = 0.0;
+  for (const auto& [host, senders] : received) {
+    double all = 0.0;
+    double largest = 0.0;
+    for (const auto& [sender, bytes] : senders) {
+      all += bytes;
+      largest = std::max(largest, bytes);
+    }
+    most = std::max(most, all - largest);
+  }
+  return most;
+}
 
 PlanLoad load_of(const Plan& plan) {
   StepCounter counter(plan);

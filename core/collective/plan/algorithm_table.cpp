@@ -164,6 +164,16 @@ double AlgorithmTable::seconds(const Load& load, const JobCosts& costs) const {
   return seconds(load, cluster, cost_model(costs));
 }
 
+double AlgorithmTable::queued_bytes(const Load& load) const {
+  if (load.messages) return 0.0;  // not counted
+  if (!load.plan)
+    return round_of(load).queued_parts() *
+           static_cast<double>(std::max(load.round_bytes, load.last_round_bytes));
+  double most = 0.0;
+  for (const StepLoad& step : *load.plan) most = std::max(most, step.queued_bytes);
+  return most;
+}
+
 const RoundLoad& AlgorithmTable::round_of(const Load& load) const {
   if (!load.is_from_root) return round_;
   if (!root_round_) root_round_.emplace(cluster_, 0);

@@ -57,6 +57,8 @@ class MULTIRING_API AlgorithmTable {
   Load load_of(const CrossingAlgorithm& algorithm, std::size_t bytes) const;
   /// Predicted, at other costs than those of the table.
   double seconds(const Load& load, const JobCosts& costs) const;
+  /// The most bytes that wait for one host at a time (topology/plan_load.h).
+  double queued_bytes(const Load& load) const;
 
   /// All algorithms: rounds, messages or the plans that are compared, then what does not run here. Raises a
   /// usage error for a single host where HostTable does, or for a mode, which is of several.

@@ -13,8 +13,10 @@ namespace {
 // Speeds are positive; times may be zero.
 bool is_speed(std::string_view name) { return name.ends_with("bytes_per_second"); }
 
-/// What all share may be no limit.
-bool may_be_infinite(std::string_view name) { return name == "shared_bytes_per_second"; }
+/// What all share may be no limit, and a switch may keep everything.
+bool may_be_infinite(std::string_view name) {
+  return name == "shared_bytes_per_second" || name == "queue_bytes";
+}
 
 double parse_cost(std::string_view name, std::string_view text) {
   double value = 0.0;
@@ -30,7 +32,7 @@ double parse_cost(std::string_view name, std::string_view text) {
 
 std::string format_costs(const JobCosts& costs) {
   std::string text;
-  visit_costs([&](const char* name, double JobCosts::* cost) {
+  visit_costs([&](const char* name, double JobCosts::*cost) {
     char number[32];
     const auto [end, error] = std::to_chars(number, number + sizeof number, costs.*cost);
     text += (text.empty() ? "" : " ") + std::string(name) + "=" + std::string(number, end);
@@ -49,7 +51,7 @@ JobCosts parse_costs(std::string_view text) {
     const std::size_t equals = std::min(word.find('='), word.size());
     const std::string_view name = word.substr(0, equals);
     bool known = false;
-    visit_costs([&](const char* each, double JobCosts::* cost) {
+    visit_costs([&](const char* each, double JobCosts::*cost) {
       if (name != each) return;
       known = true;
       costs.*cost = parse_cost(name, equals < word.size() ? word.substr(equals + 1) : "");
@@ -84,6 +86,8 @@ CostModel cost_model(const JobCosts& costs) {
   model.message_seconds = costs.message_seconds;
   model.shared_message_seconds = costs.shared_message_seconds;
   model.burst_bytes = costs.burst_bytes;
+  model.queue_bytes = costs.queue_bytes;
+  model.loss_seconds = costs.loss_seconds;
   model.shared_bytes_per_second = costs.shared_bytes_per_second;
   model.reduction_bytes_per_second = costs.memory_bytes_per_second;
   return model;

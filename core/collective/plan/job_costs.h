@@ -11,12 +11,14 @@ namespace multiring {
 
 /// What the cost model knows of a job whose hosts are alike: measured (fit_costs.h), or else assumed.
 struct JobCosts {
-  double call_seconds = 0.0;            ///< of an allreduce by whatever algorithm
-  double latency = 20e-6;               ///< seconds of a hop from host to host
-  double bytes_per_second = 1.25e9;     ///< of a host, in each direction
-  double burst_bytes = 0.0;             ///< about so many of an allreduce pass at once, as links save up some
-  double synchronisation = 1e-6;        ///< seconds, of the ranks of a host
-  double message_seconds = 5e-6;        ///< of a rank for one of its messages
+  double call_seconds = 0.0;         ///< of an allreduce by whatever algorithm
+  double latency = 20e-6;            ///< seconds of a hop from host to host
+  double bytes_per_second = 1.25e9;  ///< of a host, in each direction
+  double burst_bytes = 0.0;          ///< about so many of an allreduce pass at once, as links save up some
+  double queue_bytes = std::numeric_limits<double>::infinity();  ///< for one host, of several: more is lost
+  double loss_seconds = 0.0;                                     ///< that a loss takes
+  double synchronisation = 1e-6;                                 ///< seconds, of the ranks of a host
+  double message_seconds = 5e-6;                                 ///< of a rank for one of its messages
   double shared_message_seconds = 0.0;  ///< of what all ranks share, for a message of any of them
   double shared_bytes_per_second = std::numeric_limits<double>::infinity();  ///< that all hosts together send
   double memory_bytes_per_second = 10e9;  ///< that one rank reads and writes
@@ -29,6 +31,8 @@ void visit_costs(const Visit& visit) {
   visit("latency", &JobCosts::latency);
   visit("bytes_per_second", &JobCosts::bytes_per_second);
   visit("burst_bytes", &JobCosts::burst_bytes);
+  visit("queue_bytes", &JobCosts::queue_bytes);
+  visit("loss_seconds", &JobCosts::loss_seconds);
   visit("synchronisation", &JobCosts::synchronisation);
   visit("message_seconds", &JobCosts::message_seconds);
   visit("shared_message_seconds", &JobCosts::shared_message_seconds);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <map>
 #include <utility>
@@ -17,6 +18,8 @@ class MULTIRING_API RoundLoad {
   explicit RoundLoad(const Cluster& cluster, int publisher = -1);
 
   std::size_t steps() const { return steps_.size(); }
+  /// Of what each rank publishes: how much waits for one host at most.
+  double queued_parts() const { return queued_parts_.empty() ? 0.0 : std::ranges::max(queued_parts_); }
   /// The most ranks whose data one rank sends, counted once for each message.
   std::size_t rank_parts() const { return rank_parts_; }
   /// `taken`: bytes that a rank takes of what one has published; `rounds`: of which this is one. Predicted
@@ -39,6 +42,7 @@ class MULTIRING_API RoundLoad {
   using Link = std::pair<std::size_t, int>;  // a host, and the neighbour; or -1: all others, by a switch
 
   std::vector<std::map<Link, Sent>> steps_;
+  std::vector<double> queued_parts_;  // of ranks, by step: what waits for one host
   std::size_t rank_parts_ = 0;
   std::size_t publishers_ = 0;
 };

@@ -104,6 +104,43 @@ TEST(FitCosts, IsNotMisledByALittleNoise) {
   }
 }
 
+// Between what passed and what was lost it is taken for lost: to be wrong there costs little.
+TEST(FitCosts, NothingIsChosenThatASwitchWithAShortQueueLoses) {
+  JobCosts lossy;
+  lossy.bytes_per_second = 125e6;
+  lossy.queue_bytes = 64e3;
+  lossy.loss_seconds = 0.1;
+  for (const std::vector<int>& ranks : {std::vector<int>(4, 2), std::vector<int>(8, 1)}) {
+    const Cluster cluster = hosts_of(ranks);
+    const std::string within = ranks.size() == 4 ? "2px" : "1px";
+    const std::string across = ranks.size() == 4 ? "2px2" : "2px2px2";
+    const std::string flat = std::to_string(ranks.size());
+    const std::vector<std::string> few{"rounds", within + flat + "p", within + across + "p",
+                                       within + across + "d"};
+    const std::vector<AllreduceProbe> probes = measured_at(cluster, lossy, few, 0.1);
+    const JobCosts fitted = fit_costs(cluster, probes, kStaging);
+    EXPECT_LE(fitted.queue_bytes, lossy.queue_bytes);
+    EXPECT_NEAR(fitted.loss_seconds / lossy.loss_seconds, 1.0, 0.25);
+    for (std::size_t bytes = 1024; bytes <= 4 << 20; bytes *= 2) {
+      SCOPED_TRACE(within + flat + " " + std::to_string(bytes) + ": " + format_costs(fitted));
+      const auto at = [&](const JobCosts& costs) {
+        return [&, costs](const std::string& name) { return predicted(cluster, costs, name, bytes); };
+      };
+      const std::string& chosen = *std::ranges::min_element(few, {}, at(fitted));
+      const std::string& quickest = *std::ranges::min_element(few, {}, at(lossy));
+      EXPECT_LE(at(lossy)(chosen), 2.0 * at(lossy)(quickest)) << chosen << " in place of " << quickest;
+    }
+  }
+}
+
+TEST(FitCosts, ASlowNetworkLosesNothing) {
+  for (const Job& job : jobs()) {
+    const std::vector<AllreduceProbe> noisy =
+        measured_at(hosts_of({1, 1, 1, 1}), job.costs, {"rounds", "1px4p", "1px2px2p", "1px4t"}, 0.2);
+    EXPECT_EQ(fit_costs(hosts_of({1, 1, 1, 1}), noisy, kStaging).loss_seconds, 0.0) << job.name;
+  }
+}
+
 TEST(FitCosts, KeepsWhatIsAssumedOfWhatOneProbeDoesNotTell) {
   const Cluster cluster = hosts_of({1, 1});
   const JobCosts fitted =

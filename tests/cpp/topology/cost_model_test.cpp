@@ -67,6 +67,26 @@ TEST(CostModel, ABurstPassesAtOnce) {
   EXPECT_NEAR(seconds(kMany, bursty), seconds(kMany, network_only()) - 256e3 / kGigabit, 2e-5);
 }
 
+TEST(CostModel, WhatSeveralSendToOneMayBeLost) {
+  CostModel lossy = network_only();
+  lossy.queue_bytes = 64e3;
+  lossy.loss_seconds = 0.1;
+  const auto lost = [&](const char* mode, std::size_t bytes) {
+    PlanOptions options = options_for(mode, bytes / sizeof(float));
+    options.order = Order::kAny;
+    const Plan plan(gigabit(8, 1), options);
+    return (predict(plan, lossy) - predict(plan, network_only())) / lossy.loss_seconds;
+  };
+  // Of seven that send an eighth each, six wait: there and back.
+  EXPECT_NEAR(lost("1px8p", 80'000), 0.0, 1e-9);
+  EXPECT_NEAR(lost("1px8p", 88'000), 2.0, 1e-9);
+  // Of a ring in both directions one of two.
+  EXPECT_NEAR(lost("1px8r", 800'000), 0.0, 1e-9);
+  EXPECT_NEAR(lost("1px8r", 1'600'000), 2.0, 1e-9);
+  EXPECT_NEAR(lost("1px2px2px2p", 64'000'000), 0.0, 1e-9) << "one by one";
+  EXPECT_NEAR(lost("1px8d", 64'000'000), 0.0, 1e-9) << "one by one";
+}
+
 TEST(CostModel, SmallMessagesCostTheRounds) {
   constexpr double kLatency = 1e-3;
   const Cluster cluster = gigabit(8, 2, kLatency);
