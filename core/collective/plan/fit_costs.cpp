@@ -25,9 +25,10 @@ constexpr double kPriorWeight = 0.05;
 constexpr int kMaxSteps = 100;
 constexpr double kMaxDamping = 1e6;
 constexpr double kGoodEnough = 1e-6;  // of the sum of squares, in a step
-// So much of the sum of squares has to be explained by losses, or there are none: a prediction is wrong by a
-// factor of e.
-constexpr double kNoticed = 1.0;
+// Losses explain so much of the sum of squares, and take so long, or there are none: TCP sends again after
+// 0.2 s, which the median of a few repetitions may hide.
+constexpr double kUnexplained = 0.6;
+constexpr double kLeastLossSeconds = 0.01;
 constexpr double kAll = std::numeric_limits<double>::infinity();
 
 JobCosts assumed() {
@@ -43,7 +44,7 @@ JobCosts assumed() {
 /// All costs but the length of a queue, on which times do not depend smoothly.
 template <class Visit>
 void visit_fitted(const Visit& visit) {
-  visit_costs([&](const char*, double JobCosts::*cost) {
+  visit_costs([&](const char*, double JobCosts::* cost) {
     if (cost != &JobCosts::queue_bytes) visit(cost);
   });
 }
@@ -51,14 +52,14 @@ void visit_fitted(const Visit& visit) {
 Vector logarithms(const JobCosts& costs) {
   Vector logs{};
   std::size_t index = 0;
-  visit_fitted([&](double JobCosts::*cost) { logs[index++] = std::log(costs.*cost); });
+  visit_fitted([&](double JobCosts::* cost) { logs[index++] = std::log(costs.*cost); });
   return logs;
 }
 
 JobCosts costs_of(const Vector& logs, double queue_bytes) {
   JobCosts costs;
   std::size_t index = 0;
-  visit_fitted([&](double JobCosts::*cost) { costs.*cost = std::exp(logs[index++]); });
+  visit_fitted([&](double JobCosts::* cost) { costs.*cost = std::exp(logs[index++]); });
   costs.queue_bytes = queue_bytes;
   if (queue_bytes == kAll) costs.loss_seconds = 0.0;
   return costs;
@@ -182,12 +183,11 @@ JobCosts fit_costs(const Cluster& cluster, std::span<const AllreduceProbe> probe
   if (probes.empty()) throw_usage("costs are fitted to at least one measured allreduce");
   const Errors errors(cluster, probes, staging_bytes);
   Fit best = fit_with_queue(errors, kAll);
-  if (best.squares < kNoticed) return best.costs;
+  best.squares *= kUnexplained;
   // Perhaps a switch loses what many hosts send to one. What passed and waited the most tells its queue.
-  best.squares -= kNoticed;
   for (const double queued : errors.queued_bytes()) {
     const Fit fit = fit_with_queue(errors, queued);
-    if (fit.squares < best.squares) best = fit;
+    if (fit.squares < best.squares && fit.costs.loss_seconds >= kLeastLossSeconds) best = fit;
   }
   return best.costs;
 }
