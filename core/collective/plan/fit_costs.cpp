@@ -28,7 +28,7 @@ constexpr double kGoodEnough = 1e-6;  // of the sum of squares, in a step
 // Losses explain so much of the sum of squares, and take so long, or there are none: TCP sends again after
 // 0.2 s, which the median of a few repetitions may hide.
 constexpr double kUnexplained = 0.6;
-constexpr double kLeastLossSeconds = 0.01;
+constexpr double kMinLossSeconds = 0.01;
 constexpr double kAll = std::numeric_limits<double>::infinity();
 
 JobCosts assumed() {
@@ -187,7 +187,7 @@ JobCosts fit_costs(const Cluster& cluster, std::span<const AllreduceProbe> probe
   // Perhaps a switch loses what many hosts send to one. What passed and waited the most tells its queue.
   for (const double queued : errors.queued_bytes()) {
     const Fit fit = fit_with_queue(errors, queued);
-    if (fit.squares < best.squares && fit.costs.loss_seconds >= kLeastLossSeconds) best = fit;
+    if (fit.squares < best.squares && fit.costs.loss_seconds >= kMinLossSeconds) best = fit;
   }
   return best.costs;
 }

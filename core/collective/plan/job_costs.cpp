@@ -32,7 +32,7 @@ double parse_cost(std::string_view name, std::string_view text) {
 
 std::string format_costs(const JobCosts& costs) {
   std::string text;
-  visit_costs([&](const char* name, double JobCosts::*cost) {
+  visit_costs([&](const char* name, double JobCosts::* cost) {
     char number[32];
     const auto [end, error] = std::to_chars(number, number + sizeof number, costs.*cost);
     text += (text.empty() ? "" : " ") + std::string(name) + "=" + std::string(number, end);
@@ -51,7 +51,7 @@ JobCosts parse_costs(std::string_view text) {
     const std::size_t equals = std::min(word.find('='), word.size());
     const std::string_view name = word.substr(0, equals);
     bool known = false;
-    visit_costs([&](const char* each, double JobCosts::*cost) {
+    visit_costs([&](const char* each, double JobCosts::* cost) {
       if (name != each) return;
       known = true;
       costs.*cost = parse_cost(name, equals < word.size() ? word.substr(equals + 1) : "");
