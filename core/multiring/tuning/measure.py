@@ -91,7 +91,9 @@ def measure(
         for number, nbytes in enumerate(sizes):
             left = comm.broadcast_object(seconds - (time.perf_counter() - began))
             share = left / (len(sizes) - number)
-            here = _measure_size(comm, nbytes, kept, share, turn_seconds, left if found else math.inf)
+            here: list[Measured] = []
+            if left > 0 or not found:
+                here = _measure_size(comm, nbytes, kept, share, turn_seconds, left if found else math.inf)
             if not here:
                 report(f"{size_text(nbytes)} and more: left out, as that takes over --seconds {seconds:g}")
                 break
