@@ -124,8 +124,7 @@ class ModelGradients:
         return held
 
     def tensor_hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        """What to call when autograd is about to accumulate a gradient, or to give it to the caller of
-        `autograd.grad`."""
+        """Called when autograd is about to accumulate a gradient, or to return it from `autograd.grad`."""
         note = self._placement.note_incoming if self._is_repeatable else self._note_incoming
         return functools.partial(note, number)
 
@@ -316,11 +315,9 @@ class ModelGradients:
         """
         plan = self._current
         number, state = plan.numbers[index], plan.reducer.states[index]
-        held = None if self._held is None else self._held()
-        parameter = (held or self.hold())[number]
-        gradient = None if parameter is None else parameter.grad
+        gradient = self._gradient(number)
         if gradient is None:
-            if state is _READY:
+            if state is GradientState.READY:
                 raise self._placement.was_replaced(number)
             return None
         if state in _NOT_ANNOUNCED and self._placement.is_new(number, gradient):
@@ -400,5 +397,4 @@ class ModelGradients:
 
 # Sets of parameters that a program trains in turns, as generator and discriminator or layer by layer.
 _MAX_PLANS = 4
-_READY = GradientState.READY
 _NOT_ANNOUNCED = (GradientState.ABSENT, GradientState.REDUCED)
