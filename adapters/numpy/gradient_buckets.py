@@ -65,7 +65,7 @@ class GradientBuckets:
                 still there and would be summed or scaled again.
         """
         index = self._find(name)
-        state = self._reducer.state(index)
+        state = self._reducer.states[index]
         if state == GradientState.REDUCED and not self._reducer.options.is_repeatable(self._comm.size):
             todo = "call zero() after each step, or use averages"
             raise self._reducer.options.reduced_twice(self._comm.rank, name, todo)
@@ -159,7 +159,7 @@ class GradientBuckets:
         """Part of `GradientSource`: the reducer knows which gradients there are."""
 
     def _has(self, index: int) -> bool:
-        return self._reducer.state(index) != GradientState.ABSENT
+        return self._reducer.states[index] != GradientState.ABSENT
 
     def _compare(self, *, active: bool) -> None:
         if self._check is not None and self._check.due():

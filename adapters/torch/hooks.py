@@ -6,7 +6,6 @@ engine, which runs before `backward()` returns; there the round of the shared re
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -339,8 +338,7 @@ def _register(
 ) -> tuple[torch.utils.hooks.RemovableHandle, ...]:
     required = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes hooks on no others; they stay when it is switched off again
-    note = functools.partial(hooks._gradients.note_incoming, number)
-    before = parameter.register_hook(note)  # type: ignore[no-untyped-call]
+    before = parameter.register_hook(hooks._gradients.tensor_hook(number))  # type: ignore[no-untyped-call]
     after = parameter.register_post_accumulate_grad_hook(Arrival(hooks, number))  # type: ignore[no-untyped-call]
     parameter.requires_grad_(required)
     return before, after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -122,13 +123,16 @@ class ModelGradients:
             self._held = weakref.ref(held)
         return held
 
-    def note_incoming(self, number: int, gradient: torch.Tensor) -> None:
-        """Autograd is about to accumulate a gradient, or to give it to the caller of `autograd.grad`."""
+    def tensor_hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        """Called when autograd is about to accumulate a gradient, or to return it from `autograd.grad`."""
+        note = self._placement.note_incoming if self._is_repeatable else self._note_incoming
+        return functools.partial(note, number)
+
+    def _note_incoming(self, number: int, gradient: torch.Tensor) -> None:
         self._placement.note_incoming(number, gradient)
-        if not self._is_repeatable:
-            before = self._gradient(number)
-            is_kept = before is not None and self._placement.is_kept(number, before)
-            (self._kept.add if is_kept else self._kept.discard)(number)
+        before = self._gradient(number)
+        is_kept = before is not None and self._placement.is_kept(number, before)
+        (self._kept.add if is_kept else self._kept.discard)(number)
 
     def arrived(self, number: int) -> None:
         """Autograd has accumulated a gradient, and this round reduces it: it may leave.
@@ -137,7 +141,7 @@ class ModelGradients:
             UsageError: It was added to a reduced one, which must not be reduced again unless gradients are
                 plain averages; or its parameter was frozen since forward.
         """
-        plan = self._current
+        plan = self._plan or self._current
         index = plan.indices.get(number)
         if index is None or number in self._kept:
             raise self._cannot_take(number)
@@ -211,9 +215,9 @@ class ModelGradients:
         plan = self._current
         if plan.reducer.is_open:
             self._exchanges = {}
-            state = plan.reducer.state
+            states = plan.reducer.states
             there = self._placement.reduced_in_place(self.hold())
-            kept = [n for n in there if state(plan.indices[n]) == GradientState.SENT]
+            kept = [n for n in there if states[plan.indices[n]] is GradientState.SENT]
             plan.reducer.cancel()
             self._placement.forget_round()
             if kept:
@@ -310,16 +314,15 @@ class ModelGradients:
         A gradient of which no hook has told is new all the same if it is not what was reduced last.
         """
         plan = self._current
-        number = plan.numbers[index]
-        parameter, state = self.hold()[number], plan.reducer.state(index)
-        is_ready = state == GradientState.READY
-        if parameter is None or parameter.grad is None:
-            if is_ready:
+        number, state = plan.numbers[index], plan.reducer.states[index]
+        gradient = self._gradient(number)
+        if gradient is None:
+            if state is GradientState.READY:
                 raise self._placement.was_replaced(number)
             return None
-        if state in _NOT_ANNOUNCED and self._placement.is_new(number, parameter.grad):
+        if state in _NOT_ANNOUNCED and self._placement.is_new(number, gradient):
             plan.reducer.mark_pending(index)
-        return self._placement.fetch(number, parameter)
+        return self._placement.fetch(number, gradient)
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient where this one had none."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,23 +27,29 @@ from multiring.torch.counts import has_own_memory, version
 __all__ = ["GradientPlacement", "Parameters"]
 
 Tensor = torch.Tensor
+_STRIDED = torch.strided
 Bytes = NDArray[np.uint8]
 Parameters = Sequence[Tensor | None]
 
 
+@dataclass(frozen=True, slots=True)
 class _Form:
     """What the gradient of a parameter looks like."""
 
-    __slots__ = ("device", "dtype", "is_complex", "is_contiguous", "is_sparse", "shape", "stride")
+    device: torch.device
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    is_contiguous: bool
+    is_complex: bool
+    is_sparse: bool
 
-    def __init__(self, parameter: Tensor, *, is_sparse: bool) -> None:
-        self.is_sparse, self.device = is_sparse, parameter.device
-        self.dtype, self.shape, self.is_complex = parameter.dtype, parameter.shape, parameter.is_complex()
-        self.stride = dense_strides(parameter)
-        self.is_contiguous = torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
-
-    def is_form_of(self, gradient: Tensor) -> bool:
-        return (self.is_contiguous and gradient.is_contiguous()) or gradient.stride() == self.stride
+    @classmethod
+    def of(cls, parameter: Tensor, *, is_sparse: bool) -> _Form:
+        shape, stride = parameter.shape, dense_strides(parameter)
+        is_contiguous = torch.empty_strided(shape, stride, device="meta").is_contiguous()
+        device, dtype = parameter.device, parameter.dtype
+        return cls(device, dtype, shape, stride, is_contiguous, parameter.is_complex(), is_sparse)
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -59,13 +66,12 @@ class _Form:
         return Gradient(gradient.data_ptr(), gradient, gradient.device.index, int(stream))
 
 
-class _Placed(NamedTuple):
-    """A gradient of the round under way."""
+class _Copy(NamedTuple):
+    """A gradient of the round under way that is not reduced in its own memory."""
 
     gradient: Tensor
-    version: int
-    where: Tensor  # it is reduced: itself, or a copy
-    is_written_back: bool  # else the copy replaces it
+    values: Tensor  # which are reduced
+    is_written_back: bool  # else they replace the gradient
 
 
 class _Reduced(NamedTuple):
@@ -89,17 +95,21 @@ class GradientPlacement:
         self._rank, self._names = rank, names
         self._forms: dict[int, _Form] = {}
         self._reduced: dict[int, _Reduced] = {}
-        self._round: dict[int, _Placed] = {}
+        # Of the round under way: those that are reduced in their own memory, and their versions; the others.
+        self._in_place: dict[int, tuple[Tensor, int]] = {}
+        self._copies: dict[int, _Copy] = {}
         self._incoming: dict[int, int] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}  # on which autograd makes the gradients of the round
 
     def expect(self, number: int, parameter: Tensor, *, is_sparse: bool) -> None:
         """The gradients of this parameter will look like it."""
-        self._forms[number] = _Form(parameter, is_sparse=is_sparse)
+        # Parameters that look alike share a form: less to bring into the caches in each round.
+        form = _Form.of(parameter, is_sparse=is_sparse)
+        self._forms[number] = next((known for known in self._forms.values() if known == form), form)
 
     def note_incoming(self, number: int, gradient: Tensor) -> None:
         """Autograd is about to accumulate this. What has its memory afterwards is what autograd has made."""
-        self._incoming[number] = _address(gradient)
+        self._incoming[number] = gradient.data_ptr() if gradient.layout is _STRIDED else 0
         if gradient.is_cuda:
             self._streams[number] = torch.cuda.current_stream(gradient.device)
 
@@ -107,39 +117,44 @@ class GradientPlacement:
         """Shape and dtype of a gradient."""
         return self._forms[number].shape, self._forms[number].dtype
 
-    def fetch(self, number: int, parameter: Tensor) -> Gradient:
+    def fetch(self, number: int, gradient: Tensor) -> Gradient:
         """Where the gradient is to be reduced. The current stream of its device waits for the one on which
         autograd has made it.
 
         Args:
             number: Which parameter's.
-            parameter: The parameter, which has a gradient.
+            gradient: What the parameter has.
 
         Raises:
             UsageError: It has another form than its parameter had.
         """
-        gradient, form = parameter.grad, self._forms[number]
-        assert gradient is not None
-        if gradient.dtype != form.dtype or gradient.shape != form.shape or gradient.device != form.device:
+        form = self._forms[number]
+        if gradient.dtype is not form.dtype or gradient.shape != form.shape or gradient.device != form.device:
             raise self._has_become(number, gradient)
         if form.is_sparse:
             return IN_SLOT
-        if (made_on := self._streams.get(number)) is not None:
+        if self._streams and (made_on := self._streams.get(number)) is not None:
             _wait_for_stream(made_on)
-        is_usable = gradient.layout is torch.strided and not gradient.requires_grad
-        if is_usable and form.is_form_of(gradient) and _is_alone(gradient, form.is_complex):
-            address, now = gradient.data_ptr(), version(gradient)
-            self._reduced[number] = _Reduced(weakref.ref(gradient), address, now, None)
-            self._round[number] = _Placed(gradient, now, gradient, is_written_back=False)
-            return form.buffer_at(gradient)
+        is_usable = gradient.layout is _STRIDED and not gradient.requires_grad
+        if (
+            is_usable
+            and (gradient.is_contiguous() if form.is_contiguous else gradient.stride() == form.stride)
+            and not gradient.is_neg()
+            and not (form.is_complex and gradient.is_conj())
+            and has_own_memory(gradient)
+        ):
+            buffer, now = form.buffer_at(gradient), version(gradient)
+            self._reduced[number] = _Reduced(weakref.ref(gradient), buffer.address, now, None)
+            self._in_place[number] = gradient, now
+            return buffer
         is_own = (
             not is_usable or overlaps_itself(gradient) or self._incoming.get(number) == _address(gradient)
         )
         known = None if is_own else self._reduced.get(number)
-        where = form.empty() if known is None or known.values is None else known.values
-        where.copy_(gradient.detach().to_dense())
-        self._round[number] = _Placed(gradient, version(gradient), where, is_written_back=not is_own)
-        return form.buffer_at(where)
+        values = form.empty() if known is None or known.values is None else known.values
+        values.copy_(gradient.detach().to_dense())
+        self._copies[number] = _Copy(gradient, values, is_written_back=not is_own)
+        return form.buffer_at(values)
 
     def publish(self, number: int, parameter: Tensor, slot: Bytes) -> None:
         """Another rank had a gradient, which is in the slot."""
@@ -182,13 +197,13 @@ class GradientPlacement:
 
     def check(self, parameters: Parameters) -> None:
         """Raise UsageError if something has touched gradients of the round while they were reduced."""
-        for number, placed in self._round.items():
+        for number, (gradient, before) in self._in_place.items():
             parameter = parameters[number]
-            if parameter is None:
-                continue
-            gradient = placed.gradient
-            is_written = placed.where is gradient and version(gradient) != placed.version
-            if parameter.grad is not gradient or is_written:
+            if parameter is not None and (parameter.grad is not gradient or version(gradient) != before):
+                raise self.was_replaced(number)
+        for number, copy in self._copies.items():
+            parameter = parameters[number]
+            if parameter is not None and parameter.grad is not copy.gradient:
                 raise self.was_replaced(number)
 
     def settle(self, parameters: Parameters, produced: NDArray[np.bool_]) -> None:
@@ -199,30 +214,28 @@ class GradientPlacement:
             produced: Per parameter, any rank had a new gradient. Shape (parameters,).
         """
         with torch.no_grad():
-            for number, (gradient, _, where, is_written_back) in self._round.items():
+            for number, (gradient, values, is_written_back) in self._copies.items():
                 parameter = parameters[number]
-                if where is gradient or parameter is None or not produced[number]:
+                if parameter is None or not produced[number]:
                     continue
                 if is_written_back:
-                    gradient.copy_(where)
-                    self._reduced[number] = _Reduced(weakref.ref(gradient), _address(gradient), None, where)
+                    gradient.copy_(values)
+                    self._reduced[number] = _Reduced(weakref.ref(gradient), _address(gradient), None, values)
                 else:
-                    parameter.grad = where
-                    self.note(number, where)
+                    parameter.grad = values
+                    self.note(number, values)
         self.forget_round()
 
     def forget_round(self) -> None:
         """The round has ended, or was aborted."""
-        self._round, self._incoming, self._streams = {}, {}, {}
+        self._in_place, self._copies, self._incoming, self._streams = {}, {}, {}, {}
 
     def reduced_in_place(self, parameters: Parameters) -> list[int]:
         """Gradients of the round under way that are reduced where the program still has them."""
         return [
             number
-            for number, placed in self._round.items()
-            if placed.where is placed.gradient
-            and (parameter := parameters[number]) is not None
-            and parameter.grad is placed.gradient
+            for number, (gradient, _) in self._in_place.items()
+            if (parameter := parameters[number]) is not None and parameter.grad is gradient
         ]
 
     def transfer_from(self, other: GradientPlacement) -> None:
@@ -254,11 +267,6 @@ class GradientPlacement:
             rank=self._rank,
             tensor=name,
         )
-
-
-def _is_alone(gradient: Tensor, is_complex: bool) -> bool:
-    """Whether the memory belongs to this gradient alone, and holds its values as they are."""
-    return not gradient.is_neg() and not (is_complex and gradient.is_conj()) and has_own_memory(gradient)
 
 
 def _wait_for_stream(other: torch.cuda.Stream) -> None:

@@ -54,6 +54,7 @@ class BucketMemory:
         arrays: Per bucket, the array to reduce: all slots and flags, shape (elements,).
         names: Per bucket, what error messages call it; the same on every rank.
         bucket_of: Per parameter, the number of its bucket.
+        indices: Per bucket, the parameters of its slots.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class BucketMemory:
         self._arena: Bytes = (
             np.zeros(nbytes, dtype=np.uint8) if comm is None else comm.symmetric_empty((nbytes,), np.uint8)
         )
+        self._address = address_of(self._arena)
         self._lay_out(plan)
 
     def rearrange(self, plan: Plan, unused: Collection[int] = ()) -> None:
@@ -101,6 +103,7 @@ class BucketMemory:
         self._views: list[NDArray[Any]] = []
         self._slots = {slot.index: slot for bucket in plan.buckets for slot in bucket.slots}
         self.bucket_of = {slot.index: k for k, bucket in enumerate(plan.buckets) for slot in bucket.slots}
+        self.indices = [np.array([slot.index for slot in b.slots], np.intp) for b in plan.buckets]
         self._flags = [self._flag_view(bucket) for bucket in plan.buckets]
         scale, title = self._options.scale, self._options.name
         self._raised = [flag_bits(bucket.dtype, scale, self._size) for bucket in plan.buckets]
@@ -130,29 +133,34 @@ class BucketMemory:
         The pieces are as long together as the bucket, and in its order.
         """
         bucket = self.buckets[number]
-        owners = [elsewhere[slot.index].owner for slot in bucket.slots if slot.index in elsewhere]
-        if not owners:
-            return None
-        arena = address_of(self._arena)
+        arena = self._address
+        owners: list[object] = [self]
         addresses: list[int] = []
         lengths: list[int] = []
         devices: dict[int, Gradient] = {}  # by the number of the piece
         done = bucket.offset
         for slot in bucket.slots:
             buffer = elsewhere.get(slot.index)
-            if buffer is None or slot.nbytes == 0:
+            if buffer is None:
                 continue
-            if slot.offset > done:
+            address, owner, device, _ = buffer
+            owners.append(owner)
+            offset, nbytes = slot.offset, slot.nbytes
+            if nbytes == 0:
+                continue
+            if offset > done:
                 addresses.append(arena + done)
-                lengths.append(slot.offset - done)
-            if buffer.device >= 0:
+                lengths.append(offset - done)
+            if device >= 0:
                 devices[len(addresses)] = buffer
-            addresses.append(buffer.address)
-            lengths.append(slot.nbytes)
-            done = slot.offset + slot.nbytes
+            addresses.append(address)
+            lengths.append(nbytes)
+            done = offset + nbytes
+        if len(owners) == 1:
+            return None
         addresses.append(arena + done)  # the flags at least
         lengths.append(bucket.offset + bucket.nbytes - done)
-        pieces = Pieces(bucket.dtype, addresses, lengths, [*owners, self])
+        pieces = Pieces(bucket.dtype, addresses, lengths, owners)
         if not devices:
             return pieces
         buffers = [devices.get(number, IN_SLOT) for number in range(len(addresses))]

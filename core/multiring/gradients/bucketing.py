@@ -85,7 +85,7 @@ class ParameterSpec:
         return " ".join(part for part in parts if part)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slot:
     """The place of gradient `index`: `nbytes` bytes at `offset` of the arena."""
 
@@ -94,7 +94,7 @@ class Slot:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """One allreduce: `nbytes` bytes at `offset` of the arena; those from `flags_offset` on are flags."""
 

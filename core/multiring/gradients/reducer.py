@@ -50,6 +50,7 @@ class GradientReducer:
     Attributes:
         specs: The parameters.
         options: How they are reduced.
+        states: Of this rank's gradients, to be read.
         plan: The current buckets.
         generation: Grows when the buckets are planned anew; slots have moved then, with their contents.
     """
@@ -87,7 +88,7 @@ class GradientReducer:
         self._as_array = as_array
         # A cycle would keep the buckets of a dropped model until the garbage collector comes.
         self._source = weakref.ref(source)
-        self._states = GradientStates(len(self.specs))
+        self.states = GradientStates(len(self.specs))
         self._arrivals: list[int] | None = []
         self._round: Round | None = None
         # Layers are usually registered in forward order, so gradients arrive last to first.
@@ -115,11 +116,7 @@ class GradientReducer:
     @property
     def has_unreduced(self) -> bool:
         """Whether this rank has gradients that no finished round contains."""
-        return self._states.has_new
-
-    def state(self, index: int) -> GradientState:
-        """Of this rank's gradient of a parameter."""
-        return self._states[index]
+        return self.states.has_new
 
     def slot(self, index: int) -> Bytes:
         """Memory of one gradient. Valid until `generation` changes. Shape (nbytes,)."""
@@ -132,16 +129,16 @@ class GradientReducer:
 
     def is_pending(self, index: int) -> bool:
         """Whether this rank has a gradient that a later round is to contain."""
-        return self._states[index] is GradientState.PENDING
+        return self.states[index] is GradientState.PENDING
 
     def is_ready(self, index: int) -> bool:
         """Whether the gradient is ready or sent in the round under way: its slot may be in use."""
-        return self._states.is_ready(index)
+        return self.states.is_ready(index)
 
     def mark_pending(self, index: int) -> None:
         """A gradient was accumulated, that a later round is to contain, which asks for it."""
         if not self.is_ready(index):
-            self._states[index] = GradientState.PENDING
+            self.states[index] = GradientState.PENDING
 
     def mark_ready(self, index: int) -> None:
         """The gradient is final for this round. Sends the buckets that are complete.
@@ -154,17 +151,17 @@ class GradientReducer:
                 one array.
         """
         current = self._round or self._begin()
-        before = self._states[index]
-        if before is GradientState.READY:
+        if not self.states.set_ready(index):
+            if self.states[index] is GradientState.SENT:
+                raise second_gradient(self._rank, self.specs[index].name)
             return
-        if before is GradientState.SENT:
-            raise second_gradient(self._rank, self.specs[index].name)
-        self._states[index] = GradientState.READY
-        current.pending[self._memory.bucket_of[index]] -= 1
         if self._arrivals is not None:
             self._arrivals.append(index)
-        while len(current.works) < len(current.pending) and not current.pending[len(current.works)]:
-            self._send(current, joined=False)
+        pending, number = current.pending, self._memory.bucket_of[index]
+        pending[number] -= 1
+        if not pending[number]:
+            while len(current.works) < len(pending) and not pending[len(current.works)]:
+                self._send(current, joined=False)
 
     def flush(self, *, joined: bool = False) -> None:
         """Send all buckets that have not left, with what the source has for them.
@@ -204,8 +201,8 @@ class GradientReducer:
             result = self._collect(current)
         finally:
             self._round = None
-            self._states.forget_new()
-        self._states.set_reduced(result.produced)
+            self.states.forget_new()
+        self.states.set_reduced(result.produced)
         self._same_data.end_round()
         for index, kept in current.kept.items():
             if not result.produced[index]:
@@ -245,7 +242,7 @@ class GradientReducer:
         Buckets that have already left are waited for: their memory is in use until then.
         """
         current, self._round = self._round, None
-        self._states.forget_new()
+        self.states.forget_new()
         if self._arrivals is not None:
             self._arrivals = []
         if current is None:
@@ -260,9 +257,9 @@ class GradientReducer:
         Raises:
             UsageError: One of them was ready in the round under way, and may have left.
         """
-        if (index := self._states.first_ready()) is not None:
+        if (index := self.states.first_ready()) is not None:
             raise cleared_too_late(self._rank, self.specs[index].name)
-        self._states.clear()
+        self.states.clear()
 
     @property
     def has_arrived(self) -> bool:
@@ -325,7 +322,7 @@ class GradientReducer:
         source = None if joined else self._source()
         if source is None and not joined:
             raise InternalError(f"rank {self._rank}: the source of the gradients is gone before its reducer")
-        produced = [self._fetch(current, slot.index, source) for slot in bucket.slots]
+        produced = self._fetch(current, bucket, source)
         self._same_data.add(self._memory.read(slot.index, current.elsewhere) for slot in bucket.slots)
         if self._exchange is None:
             self._memory.raise_flags(number, produced, not joined)
@@ -335,30 +332,35 @@ class GradientReducer:
             return
         current.works.append(self._exchange.send(number, current.elsewhere, produced, not joined))
 
-    def _fetch(self, current: Round, index: int, source: GradientSource | None) -> bool:
-        """Ask for a gradient of a bucket that leaves, and fill its slot if this rank has none.
+    def _fetch(self, current: Round, bucket: Bucket, source: GradientSource | None) -> list[bool]:
+        """Ask for the gradients of a bucket that leaves, and fill the slots of those that this rank lacks.
 
         Returns:
-            Whether it is new.
+            Per slot, whether this rank has a new gradient.
         """
-        gradient = None if source is None else source.fetch(index)
-        if gradient is None:
-            self._states[index] = GradientState.ABSENT
-            self.slot(index)[:] = 0
-            current.absent.append(index)
-            return False
-        if gradient is not IN_SLOT:
-            other, specs = current.addresses.setdefault(gradient.address, index), self.specs
-            if other != index and specs[index].nbytes > 0 and specs[other].nbytes > 0:
-                raise one_array(self._rank, *(specs[k].name for k in sorted((other, index))))
-            current.elsewhere[index] = gradient
-        if self._states.is_new(index):
-            self._states[index] = GradientState.SENT
-            return True
-        # A gradient of an earlier round that the program keeps. It takes part, because another rank may add
-        # to it now; if none does, these bits come back untouched by averaging.
-        current.kept[index] = self._memory.read(index, current.elsewhere).copy()
-        return False
+        set_sent, elsewhere, addresses = self.states.set_sent, current.elsewhere, current.addresses
+        produced = []
+        for slot in bucket.slots:
+            index = slot.index
+            gradient = None if source is None else source.fetch(index)
+            if gradient is None:
+                self.states[index] = GradientState.ABSENT
+                self.slot(index)[:] = 0
+                current.absent.append(index)
+                produced.append(False)
+                continue
+            if gradient is not IN_SLOT:
+                other = addresses.setdefault(gradient.address, index)
+                if other != index and all(self.specs[k].nbytes > 0 for k in (other, index)):
+                    raise one_array(self._rank, *(self.specs[k].name for k in sorted((other, index))))
+                elsewhere[index] = gradient
+            is_new = set_sent(index)
+            if not is_new:
+                # A gradient of an earlier round that the program keeps. It takes part, because another rank
+                # may add to it now; if none does, these bits come back untouched by averaging.
+                current.kept[index] = self._memory.read(index, elsewhere).copy()
+            produced.append(is_new)
+        return produced
 
     def _multiply(self, current: Round, bucket: Bucket, factor: float) -> None:
         for slot in bucket.slots:
@@ -377,7 +379,7 @@ class GradientReducer:
                 slots, active = self._memory.read_flags(number)
             else:
                 slots, active = self._exchange.receive(number, current.elsewhere, work)
-            produced[[slot.index for slot in bucket.slots]] = slots
+            produced[self._memory.indices[number]] = slots
             count = int(np.count_nonzero(active))
             if self.options.op == "average" and 0 < count < self._size:
                 # The core divided by the number of all ranks.

@@ -40,14 +40,26 @@ class GradientStates:
     def __setitem__(self, index: int, state: GradientState) -> None:
         self._one[index] = state
 
+    def set_ready(self, index: int) -> bool:
+        """The gradient is ready; returns False, and changes nothing, if it was, or has been sent."""
+        states = self._one
+        if _PENDING < states[index] < _REDUCED:
+            return False
+        states[index] = _READY
+        return True
+
+    def set_sent(self, index: int) -> bool:
+        """The gradient leaves; returns False, and changes nothing, if an earlier round contains it."""
+        states = self._one
+        if not _ABSENT < states[index] < _REDUCED:
+            return False
+        states[index] = _SENT
+        return True
+
     @property
     def has_new(self) -> bool:
         """Whether there are gradients that no finished round contains."""
         return bool(((self._all > _ABSENT) & (self._all < _REDUCED)).any())
-
-    def is_new(self, index: int) -> bool:
-        """Whether no finished round contains the gradient."""
-        return _ABSENT < self._one[index] < _REDUCED
 
     def is_ready(self, index: int) -> bool:
         """Whether it is ready or sent in the round under way."""

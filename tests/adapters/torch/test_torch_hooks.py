@@ -182,7 +182,7 @@ def test_gradients_of_a_failed_pass_are_not_kept(comm: Communicator) -> None:
         loss = (model[1:](explode(model[0](draw(comm.rank)))) ** 2).mean()
         refuses(ArithmeticError, "exploded", torch.autograd.backward, loss)
         reducer = hooks._gradients.reducer
-        assert GradientState.SENT in {reducer.state(index) for index in range(len(reducer.specs))}
+        assert GradientState.SENT in {reducer.states[index] for index in range(len(reducer.specs))}
         model.zero_grad(set_to_none=not keeps)
         if keeps:
             with pytest.raises(
