@@ -6,6 +6,7 @@
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
 //   staged   through staging memory: collective/staged/staged_allreduce.h; so are rounds.
+//   nccl     within a host, in any order, where all arrays lie on devices: nccl_allreduce.h.
 //   planned  across hosts, by messages: collective/cluster/plan_run.h.
 
 #include <algorithm>
@@ -13,6 +14,8 @@
 #include "base/cache.h"
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
+#include "collective/device_arrays.h"
+#include "collective/nccl_allreduce.h"
 #include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
 #include "collective/sums/rank_pointers.h"
@@ -78,8 +81,23 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
     exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has failed meanwhile
     return reduce_direct(exchange, call, *operations[0]);
   }
-  // Those with symmetric buffers have not staged anything yet.
-  if (symmetric == SymmetricRanks::kSome) exchange.next(call, [&] { staged.stage_first(); });
+  // Those with symmetric buffers, or that have offered to reduce by NCCL, have not staged anything yet.
+  if (symmetric == SymmetricRanks::kSome || any_offers_nccl(exchange))
+    exchange.next(call, [&] { staged.stage_first(); });
+  staged.run();
+}
+
+/// Of a rank that offers to reduce by NCCL: so if all do and it can be, else as the others do.
+void reduce_on_devices(Exchange& exchange, const OperationCall& call, Operation& operation) {
+  Descriptor descriptor = operation.descriptor;
+  const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
+  descriptor.key.algorithm = choice.hash();
+  exchange.match(call, descriptor);
+  if (all_offer_nccl(exchange) && exchange.nccl().allreduce(exchange, call, operation)) return;
+  copy_after_all(operation, exchange, call);
+  Operation* const operations[] = {&operation};
+  StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);
+  exchange.next(call, [&] { staged.stage_first(); });
   staged.run();
 }
 
@@ -89,6 +107,7 @@ void allreduce(Exchange& exchange, const OperationCall& call, Operation& operati
   if (averages_integers(operation.descriptor) && !operation.is_widened)
     return average_integers(exchange, call, operation);
   if (exchange.size() == 1) return reduce_alone(operation);
+  if (operation.descriptor.nccl_device >= 0) return reduce_on_devices(exchange, call, operation);
   Operation* const operations[] = {&operation};
   reduce_together(exchange, call, operation.descriptor, operations);
 }

@@ -73,6 +73,9 @@ struct MULTIRING_API Descriptor {
   DType dtype = DType::kUInt8;
   bool asynchronous = false;
   std::uint8_t dims = 0;
+  /// The rank's number of the device on which it offers to reduce by NCCL; negative: it does not. Not
+  /// compared.
+  std::int8_t nccl_device = -1;
   std::array<std::uint64_t, kMaxDims> shape{};
   std::array<char, kNameBytes> name{};  ///< cut if longer; name_hash covers all of it
 

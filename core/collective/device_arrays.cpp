@@ -60,6 +60,19 @@ void stage_pieces(Operation& operation, DeviceArrays& arrays) {
   }
 }
 
+void stage(Operation& operation, DeviceArrays& arrays, int rank) {
+  if (arrays.input.on_device()) {
+    stage_input(operation, arrays, rank);
+    arrays.allocate_result = [devices = arrays.devices, device = arrays.input.device](std::size_t bytes) {
+      return devices->pinned(device, bytes);
+    };
+    operation.result.allocate_by(&arrays.allocate_result);
+  }
+  if (arrays.output.on_device()) stage_output(operation, arrays);
+  stage_pieces(operation, arrays);
+  arrays.staging->start();
+}
+
 void return_result(Operation& operation, DeviceArrays& arrays) {
   Buffer there = arrays.input;
   there.bytes = operation.result.bytes();
@@ -90,26 +103,30 @@ void copy_from_devices(Operation& operation, int rank) {
   if (operation.on_devices == nullptr) return;
   DeviceArrays& arrays = *operation.on_devices;
   arrays.staging = std::make_unique<Staging>(arrays.devices);
-  if (arrays.input.on_device()) {
-    stage_input(operation, arrays, rank);
-    arrays.allocate_result = [devices = arrays.devices, device = arrays.input.device](std::size_t bytes) {
-      return devices->pinned(device, bytes);
-    };
-    operation.result.allocate_by(&arrays.allocate_result);
+  arrays.stays = operation.descriptor.nccl_device >= 0;
+  if (arrays.stays) {
+    arrays.staging->order_after(arrays.input);
+    arrays.staging->order_after(arrays.output);
+    return;
   }
-  if (arrays.output.on_device()) stage_output(operation, arrays);
-  stage_pieces(operation, arrays);
-  arrays.staging->start();
+  stage(operation, arrays, rank);
+}
+
+void copy_after_all(Operation& operation, const Exchange& exchange, const OperationCall& call) {
+  DeviceArrays& arrays = *operation.on_devices;
+  arrays.stays = false;
+  stage(operation, arrays, exchange.rank());
+  await_part(operation, Staging::kAll, exchange, call);
 }
 
 void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone) {
   if (operation.on_devices == nullptr) return;
   const Descriptor& descriptor = operation.descriptor;
   // What runs then is collective/staged/staged_allreduce.h, which asks.
-  operation.on_devices->in_parts = alone && descriptor.key.kind == OpKind::kAllreduce &&
-                                   exchange.size() > 1 && exchange.transport().shares_memory() &&
-                                   operation.pieces.empty() && descriptor.bytes >= Staging::kPartsFrom &&
-                                   !averages_integers(descriptor);
+  operation.on_devices->in_parts = alone && !operation.on_devices->stays &&
+                                   descriptor.key.kind == OpKind::kAllreduce && exchange.size() > 1 &&
+                                   exchange.transport().shares_memory() && operation.pieces.empty() &&
+                                   descriptor.bytes >= Staging::kPartsFrom && !averages_integers(descriptor);
 }
 
 void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call) {
@@ -122,6 +139,13 @@ void await_part(const Operation& operation, std::size_t end, const Exchange& exc
                 const OperationCall& call) {
   if (operation.on_devices == nullptr || operation.on_devices->staging->arrived(end)) return;
   Staging& staging = *operation.on_devices->staging;
+  poll(
+      exchange, call, [&] { return staging.arrived(end); },
+      "the device to finish the work that makes the input. Does a kernel of the program never end?");
+}
+
+void poll(const Exchange& exchange, const OperationCall& call, const std::function<bool()>& is_done,
+          const std::string& for_what) {
   const WaitOptions& waiting = call.waiting;
   constexpr double kSpin = 200e-6;  // seconds; a kernel that takes longer costs less than waking up late
   constexpr double kBetweenChecks = 0.005;
@@ -129,7 +153,7 @@ void await_part(const Operation& operation, std::size_t end, const Exchange& exc
   waiting.deadline.start();
   double next_check = waiting.deadline.elapsed() + kBetweenChecks;
   const double spin_until = waiting.deadline.elapsed() + kSpin;
-  while (!staging.arrived(end)) {
+  while (!is_done()) {
     const double now = waiting.deadline.elapsed();
     if (now > spin_until) std::this_thread::sleep_for(kPause);
     if (now < next_check) continue;
@@ -137,16 +161,14 @@ void await_part(const Operation& operation, std::size_t end, const Exchange& exc
     waiting.check_interrupt();
     exchange.throw_if_aborted(call);
     // A peer that has ended would be noticed when it is waited for; by then it may be long gone.
-    if (is_collective(operation.descriptor.key.kind))
+    if (is_collective(call.descriptor.key.kind))
       if (const WaitResult ended = exchange.transport().find_ended(); !ended.ok())
         exchange.throw_in_progress(call, ended, ended.peer);
     if (waiting.is_cancelled()) throw DeviceError(ErrorKind::kAborted, "the communicator is closed");
     if (waiting.deadline.expired())
-      throw DeviceError(
-          ErrorKind::kTimeout,
-          "waited " + seconds_text(waiting.deadline.elapsed()) +
-              " for the device to finish the work that makes the input. Does a kernel of the program never "
-              "end? MULTIRING_TIMEOUT or the timeout argument set how long to wait");
+      throw DeviceError(ErrorKind::kTimeout,
+                        "waited " + seconds_text(waiting.deadline.elapsed()) + " for " + for_what +
+                            " MULTIRING_TIMEOUT or the timeout argument set how long to wait");
   }
 }
 
@@ -158,6 +180,7 @@ void return_part(const Operation& operation, std::size_t end) {
 void copy_to_devices(Operation& operation, int rank) {
   if (operation.on_devices == nullptr) return;
   DeviceArrays& arrays = *operation.on_devices;
+  if (arrays.stays) return arrays.staging.reset();
   const Descriptor& descriptor = operation.descriptor;
   const bool is_there = is_broadcast(descriptor) && descriptor.key.root == rank &&
                         arrays.input.address == arrays.output.address;

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <functional>
+#include <string>
+
 #include "collective/exchange.h"
 #include "collective/operation.h"
 
@@ -10,7 +13,8 @@ namespace multiring {
 // arrays.
 
 /// In the thread that issues the operation, when it has been checked: asks for copies of what it reads,
-/// ordered after the program's work so far, and lets the operation work on these.
+/// ordered after the program's work so far, and lets the operation work on these. Where this rank offers to
+/// reduce by NCCL it only notes what the program has done so far.
 void copy_from_devices(Operation& operation, int rank);
 
 /// Before the operation runs, each time: whether it asks for its arrays part by part, so that they are copied
@@ -20,6 +24,14 @@ void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone)
 /// Before the operation runs: returns when the copies, or the first of them, are there. Raises the error of a
 /// peer, a timeout error, or a DeviceError.
 void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call);
+
+/// Where NCCL is not to reduce the arrays after all: copies them to the host, as they would have been before.
+void copy_after_all(Operation& operation, const Exchange& exchange, const OperationCall& call);
+
+/// Returns when `is_done`. Raises what else ends a wait: the error of a peer, or a timeout error that says
+/// `for_what`.
+void poll(const Exchange& exchange, const OperationCall& call, const std::function<bool()>& is_done,
+          const std::string& for_what);
 
 /// In an operation that asks part by part: before it reads the input up to `end`.
 void await_part(const Operation& operation, std::size_t end, const Exchange& exchange,

@@ -8,6 +8,7 @@
 
 #include "base/export.h"
 #include "collective/descriptor.h"
+#include "collective/nccl_allreduce.h"
 #include "collective/plan/plan_cache.h"
 #include "transport/transport.h"
 
@@ -47,6 +48,8 @@ class MULTIRING_API Exchange {
   std::uint64_t round() const { return round_; }
   PlanCache& plans() { return plans_; }
   const PlanCache& plans() const { return plans_; }
+  NcclGroups& nccl() { return nccl_; }
+  const NcclGroups& nccl() const { return nccl_; }
 
   /// The first round of an operation: publishes `descriptor`, calls `stage()`, which may write this rank's
   /// staging memory, waits for all ranks, and checks that they asked for the same.
@@ -148,6 +151,7 @@ class MULTIRING_API Exchange {
   std::uint64_t round_ = 0;
   std::size_t staged_ = 0;
   PlanCache plans_;
+  NcclGroups nccl_;
   Elsewhere elsewhere_;
 };
 

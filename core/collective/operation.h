@@ -54,13 +54,15 @@ class ResultBuffer {
 };
 
 /// The arrays of an operation that lie on devices: there is one at least. The operation itself runs on host
-/// memory in their place (collective/device_arrays.h).
+/// memory in their place (collective/device_arrays.h), but for allreduces by NCCL, whose arrays stay.
 struct DeviceArrays {
   std::shared_ptr<Devices> devices;
   Buffer input;  ///< host memory, as is `output`, where it is not on a device
   Buffer output;
   std::vector<Buffer> pieces;  ///< as many as Operation::pieces, or none
   ResultBuffer::Allocate allocate_result;
+  bool any_order = false;            ///< the user allows any order of additions
+  bool stays = false;                ///< nothing is copied: NCCL is to reduce the arrays where they lie
   bool in_parts = false;             ///< the operation asks for its input, and gives its output, part by part
   std::size_t returned = 0;          ///< bytes of the output that are on their way back
   std::unique_ptr<Staging> staging;  ///< from when the operation is given to a communicator until it is done

@@ -176,6 +176,27 @@ std::shared_ptr<std::byte> Devices::device_memory(int device, std::size_t bytes)
           }};
 }
 
+cuda::Stream Devices::take_stream(int device) {
+  Device& opened = get(device);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!opened.streams.empty()) {
+      cuda::Stream stream = opened.streams.back();
+      opened.streams.pop_back();
+      return stream;
+    }
+  }
+  cuda::Stream stream = nullptr;
+  driver_.check(driver_.stream_create(&stream, cuda::kStreamNonBlocking), cuda::on("cuStreamCreate", device));
+  return stream;
+}
+
+void Devices::release_stream(int device, cuda::Stream stream) {
+  Device& opened = get(device);
+  const std::lock_guard lock(mutex_);
+  opened.streams.push_back(stream);
+}
+
 cuda::Event Devices::take_event(int device) {
   Device& opened = get(device);
   {

@@ -57,6 +57,11 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
   cuda::Stream down(int device) { return get(device).down; }
   cuda::Stream up(int device) { return get(device).up; }
 
+  /// A stream for one user at a time, which goes back, with all its work done, when it is released. Its
+  /// device's context has to be current.
+  cuda::Stream take_stream(int device);
+  void release_stream(int device, cuda::Stream stream);
+
   /// An event, which goes back when it is released. Its device's context has to be current.
   cuda::Event take_event(int device);
   void release_event(int device, cuda::Event event);
@@ -66,7 +71,8 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
     cuda::Context context = nullptr;
     cuda::Stream down = nullptr;
     cuda::Stream up = nullptr;
-    std::vector<cuda::Event> events;  // not in use
+    std::vector<cuda::Event> events;    // not in use
+    std::vector<cuda::Stream> streams;  // likewise
   };
 
   struct Kept {

@@ -21,6 +21,7 @@ std::string fill(const SharedLibrary& library, Driver* driver) {
   find("cuGetErrorString", &driver->error_string);
   find("cuDeviceGetCount", &driver->device_count);
   find("cuDeviceGet", &driver->device_get);
+  find("cuDeviceGetUuid", &driver->device_uuid);
   find("cuDevicePrimaryCtxRetain", &driver->primary_context_retain);
   find("cuCtxPushCurrent_v2", &driver->context_push);
   find("cuCtxPopCurrent_v2", &driver->context_pop);

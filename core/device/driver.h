@@ -63,6 +63,7 @@ struct MULTIRING_API Driver {
   Result (*error_string)(Result error, const char** text);
   Result (*device_count)(int* count);
   Result (*device_get)(Device* device, int ordinal);
+  Result (*device_uuid)(char* uuid, Device device);  // of 16 bytes
   Result (*primary_context_retain)(Context* context, Device device);
   Result (*context_push)(Context context);
   Result (*context_pop)(Context* context);

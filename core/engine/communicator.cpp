@@ -17,7 +17,8 @@ namespace {
 
 constexpr std::chrono::duration<double> kTick(0.05);
 
-CommunicatorOptions with_world(CommunicatorOptions options) {
+CommunicatorOptions completed(CommunicatorOptions options) {
+  options.may_use_nccl = options.may_use_nccl && options.mode.empty();
   if (options.world == nullptr) options.world = std::make_shared<const char>('\0');
   return options;
 }
@@ -25,7 +26,7 @@ CommunicatorOptions with_world(CommunicatorOptions options) {
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOptions options)
-    : options_(with_world(std::move(options))),
+    : options_(completed(std::move(options))),
       transport_(std::move(transport)),
       exchange_(*transport_, options_.name),
       point_to_point_(exchange_),
@@ -202,6 +203,9 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
 
 // Before an operation waits for others: what the program does with its arrays from here on may not count.
 void Communicator::take_from_devices(Operation& operation) {
+  if (options_.may_use_nccl)
+    operation.descriptor.nccl_device =
+        static_cast<std::int8_t>(exchange_.nccl().device_of(operation, exchange_, options_.fuse_below));
   try {
     copy_from_devices(operation, rank());
   } catch (const DeviceError& error) {
@@ -281,7 +285,9 @@ void Communicator::complete(Operation& operation) const {
   if (descriptor.key.comm_dtype == CommDtype::kFloat32 && !has_comm_dtype(descriptor))
     descriptor.key.comm_dtype = CommDtype::kDefault;
   if (descriptor.key.order == Order::kDefault && traits.reduces) descriptor.key.order = options_.order;
-  // In shared memory there is one order only, and all may be fused.
+  descriptor.nccl_device = -1;
+  if (operation.on_devices != nullptr) operation.on_devices->any_order = descriptor.key.order == Order::kAny;
+  // In shared memory there is one order only, but for NCCL's, and all may be fused.
   if (descriptor.key.order == Order::kAny && traits.reduces && transport_->shares_memory())
     descriptor.key.order = Order::kCanonical;
   if (descriptor.key.order == Order::kCanonical && !traits.reduces) descriptor.key.order = Order::kDefault;

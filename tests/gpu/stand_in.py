@@ -1,6 +1,8 @@
-"""The stand-in for the CUDA driver (tests/cpp/fake_cuda), compiled when a test first needs it.
+"""The stand-ins for the CUDA driver (tests/cpp/fake_cuda) and for NCCL (tests/cpp/fake_nccl), compiled when a
+test first needs them.
 
-It takes the driver's place in processes that have it loaded before: `environment()` has them load it.
+They take the libraries' places in processes that have them loaded before: `environment()` has them load the
+driver's, and `with_nccl()` both.
 """
 
 from __future__ import annotations
@@ -16,16 +18,23 @@ from tests.support import REPOSITORY
 _SOURCES = REPOSITORY / "tests" / "cpp" / "fake_cuda"
 _CORE = REPOSITORY / "core"
 _LIBRARY = REPOSITORY / "build" / "fake-cuda" / "libcuda.so.1"
+_NCCL_SOURCES = REPOSITORY / "tests" / "cpp" / "fake_nccl"
+_NCCL = _LIBRARY.with_name("libnccl.so.2")
 
 
 def why_not() -> str | None:
-    """Why it cannot be had here; None: it can."""
+    """Why they cannot be had here; None: they can."""
     return None if shutil.which(_compiler()) else f"there is no C++ compiler ({_compiler()})"
 
 
 def environment(options: str = "") -> dict[str, str]:
-    """Variables of a process that has it loaded; `options` as for FakeMachine::configure."""
+    """Variables of a process that has the driver's loaded; `options` as for FakeMachine::configure."""
     return {"LD_PRELOAD": str(library()), "FAKE_CUDA": options, "PYTHONPATH": python_path()}
+
+
+def with_nccl(folder: Path) -> dict[str, str]:
+    """The same, with NCCL's, which has its files in a folder."""
+    return environment() | {"LD_PRELOAD": f"{library()} {nccl()}", "TMPDIR": str(folder)}
 
 
 def python_path() -> str:
@@ -35,20 +44,31 @@ def python_path() -> str:
 
 @functools.cache
 def library() -> Path:
-    """Its file, which is made where it is missing or older than its sources."""
-    sources = [*sorted(_SOURCES.iterdir()), *_CORE.glob("device/*.h"), *_CORE.glob("base/*.h")]
+    """The driver's file, which is made where it is missing or older than its sources."""
+    return _made(_LIBRARY, _SOURCES)
+
+
+@functools.cache
+def nccl() -> Path:
+    """The same of NCCL."""
+    return _made(_NCCL, _NCCL_SOURCES, library())
+
+
+def _made(target: Path, folder: Path, *libraries: Path) -> Path:
+    own = sorted(folder.glob("*.cpp"))
+    sources = [*own, *_SOURCES.iterdir(), *_CORE.glob("device/*.h"), *_CORE.glob("base/*.h")]
     newest = max(path.stat().st_mtime for path in sources)
-    if _LIBRARY.exists() and _LIBRARY.stat().st_mtime > newest:
-        return _LIBRARY
-    _LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-    made = _LIBRARY.with_suffix(f".{os.getpid()}")  # another process may be doing the same
-    command = [_compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1"]
+    if target.exists() and target.stat().st_mtime > newest:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = target.with_suffix(f".{os.getpid()}")  # another process may be doing the same
+    command = [_compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{target.name}"]
     command += ["-I", str(_SOURCES.parent), "-I", str(_CORE)]
-    command += [str(path) for path in sources if path.suffix == ".cpp"]
+    command += [str(path) for path in (*own, *libraries)]
     compiled = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
-    made.replace(_LIBRARY)
-    return _LIBRARY
+    made.replace(target)
+    return target
 
 
 def _compiler() -> str:

@@ -299,7 +299,7 @@ std::vector<AlgorithmRow> AlgorithmTable::host_rows(const PlanOptions& options) 
   const std::size_t count =
       options.blocks.empty() ? options.count
                              : std::accumulate(options.blocks.begin(), options.blocks.end(), std::size_t{0});
-  return table.rows(count * element_bytes(options), table.choice());
+  return table.rows(count * element_bytes(options), table.choice(), options.order);
 }
 
 AlgorithmTable::Choice AlgorithmTable::choice(const PlanOptions& options) const {

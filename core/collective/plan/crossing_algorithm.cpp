@@ -93,6 +93,7 @@ void require_runs(const CrossingAlgorithm& algorithm, Collective collective) {
 }
 
 std::string algorithm_name(const CrossingAlgorithm& algorithm) {
+  if (algorithm.kind == Kind::kNccl) return "nccl";  // no mode that could be read back
   for (const auto& [kind, word] : kNames)
     if (algorithm.kind == kind) return std::string(word);
   return (algorithm.kind == Kind::kAllreducePlan ? std::string(kAllreduceOf) : "") +

@@ -23,6 +23,7 @@ struct CrossingAlgorithm {
     kMessages,       ///< "messages": what a rank has for another goes there alone
     kDirect,         ///< "direct": slices of arrays in memory that the ranks of a host share
     kStaged,         ///< "staged": the same through staging memory
+    kNccl,           ///< "nccl": on the devices on which the arrays of all ranks lie; cannot be forced
   };
   Kind kind = Kind::kPlan;
   Mode mode = {};           ///< of a plan

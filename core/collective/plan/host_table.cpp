@@ -92,7 +92,7 @@ AlgorithmRow HostTable::row(Kind kind, std::size_t bytes) const {
   return row;
 }
 
-std::vector<AlgorithmRow> HostTable::rows(std::size_t bytes, const HostChoice& choice) const {
+std::vector<AlgorithmRow> HostTable::rows(std::size_t bytes, const HostChoice& choice, Order order) const {
   std::vector<AlgorithmRow> rows;
   const std::span<const Kind> kinds = kinds_of(collective_);
   const bool in_rounds = bytes <= choice.max_rounds && std::ranges::find(kinds, Kind::kRounds) != kinds.end();
@@ -100,6 +100,10 @@ std::vector<AlgorithmRow> HostTable::rows(std::size_t bytes, const HostChoice& c
     rows.push_back(row(kind, bytes));
     rows.back().is_chosen =
         kind == Kind::kDirect ? bytes >= choice.min_direct : (kind == Kind::kRounds) == in_rounds;
+  }
+  if (order == Order::kAny && collective_ == Collective::kAllreduce) {
+    rows.emplace_back().name = algorithm_name({Kind::kNccl});
+    rows.back().excluded = "for arrays on GPUs, one for each rank, by NCCL: not predicted";
   }
   return rows;
 }

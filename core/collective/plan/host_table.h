@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "base/arithmetic/order.h"
 #include "base/export.h"
 #include "collective/plan/algorithm_row.h"
 #include "collective/plan/crossing_algorithm.h"
@@ -38,8 +39,10 @@ class MULTIRING_API HostTable {
   /// another collective.
   HostTable(Collective collective, int ranks, HostMemory memory, std::size_t staging_bytes);
 
-  /// All of them, with those that `choice` takes: two, where arrays in symmetric memory take another one.
-  std::vector<AlgorithmRow> rows(std::size_t bytes, const HostChoice& choice) const;
+  /// All of them, with those that `choice` takes: two, where arrays in symmetric memory take another one. In
+  /// any order NCCL's is one more, which has no costs: nothing has measured it.
+  std::vector<AlgorithmRow> rows(std::size_t bytes, const HostChoice& choice,
+                                 Order order = Order::kCanonical) const;
   /// The quickest.
   HostChoice choice() const;
 

@@ -150,7 +150,7 @@ std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, Collective
   options.order = order;
   const AlgorithmTable all = table(transport);
   if (transport.shares_memory())
-    return all.host_table(collective).rows(bytes, host_choice(transport, collective));
+    return all.host_table(collective).rows(bytes, host_choice(transport, collective), order);
   std::vector<AlgorithmRow> rows = all.rows(options);
   CrossingAlgorithm used = algorithm(transport, collective, bytes, order);
   if (used.is_plan()) {  // a mode with the algorithms of all dimensions

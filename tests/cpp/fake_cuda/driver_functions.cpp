@@ -2,6 +2,7 @@
 // own device, fails without it.
 
 #include <cstddef>
+#include <cstring>
 #include <utility>
 
 #include "fake_cuda/machine.h"
@@ -97,6 +98,11 @@ FAKE_CUDA Result cuDeviceGetCount(int* count) { return *count = FakeMachine::kDe
 FAKE_CUDA Result cuDeviceGet(Device* device, int ordinal) {
   if (ordinal < 0 || ordinal >= FakeMachine::kDevices) return kInvalidDevice;
   return *device = ordinal, kSuccess;
+}
+
+FAKE_CUDA Result cuDeviceGetUuid(char* uuid, Device device) {
+  std::memset(uuid, device + 1, 16);
+  return kSuccess;
 }
 
 FAKE_CUDA Result cuDevicePrimaryCtxRetain(Context* context, Device device) {

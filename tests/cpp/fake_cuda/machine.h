@@ -52,7 +52,8 @@ class MULTIRING_API FakeMachine : Immovable {
     int late = 0;
   };
   struct Step {
-    std::function<void()> work = {};  // one of these
+    std::function<void()> work = {};         // one of these
+    std::function<bool()> is_possible = {};  ///< empty: it always is
     std::shared_ptr<Point> waits_for = {};
     std::shared_ptr<Point> reaches = {};
     bool ends = true;

@@ -115,6 +115,7 @@ bool FakeMachine::await(const std::shared_ptr<Point>& point, std::unique_lock<st
 
 bool FakeMachine::is_ready(Step& step) {
   if (!step.ends || (step.waits_for != nullptr && !step.waits_for->done)) return false;
+  if (step.is_possible && !step.is_possible()) return false;
   if (step.seconds == 0) return true;
   const Clock::time_point now = Clock::now();
   if (step.begun == Clock::time_point{}) step.begun = now;

@@ -33,7 +33,6 @@ _OF_SEVERAL_HOSTS: dict[str, object] = {
     "links": (),
     "host_links": "switch",
     "segment": 0,
-    "order": "canonical",
 }
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
@@ -157,7 +156,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--order",
         choices=("canonical", "any"),
-        default=_OF_SEVERAL_HOSTS["order"],
+        default="canonical",
         help="canonical: the same bits wherever ranks are placed; any: rings may run [canonical]",
     )
 

@@ -1,0 +1,175 @@
+#include "device/nccl.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "device/driver.h"
+
+namespace multiring::nccl {
+namespace {
+
+/// The folder in which wheels are installed, this one among them: the library is in multiring/lib there.
+std::vector<std::string> own_site() {
+  Dl_info found{};
+  if (::dladdr(reinterpret_cast<const void*>(&own_site), &found) == 0 || found.dli_fname == nullptr)
+    return {};
+  const std::filesystem::path library(found.dli_fname);
+  if (!library.is_absolute()) return {};
+  return {library.parent_path().parent_path().parent_path().string()};
+}
+
+std::string fill(const SharedLibrary& library, Library* table) {
+  std::string missing;
+  const auto find = [&]<class Function>(const char* name, Function* function) {
+    *function = reinterpret_cast<Function>(library.find(name));
+    if (*function == nullptr && missing.empty()) missing = name;
+  };
+  find("ncclGetVersion", &table->get_version);
+  find("ncclGetErrorString", &table->error_string);
+  find("ncclGetLastError", &table->last_error);
+  find("ncclGetUniqueId", &table->unique_id);
+  find("ncclCommInitRankConfig", &table->init_rank);
+  find("ncclCommGetAsyncError", &table->async_error);
+  find("ncclCommAbort", &table->abort);
+  find("ncclAllReduce", &table->allreduce);
+  return missing;
+}
+
+}  // namespace
+
+std::string Library::load(const SharedLibrary& library) {
+  *this = {};
+  const std::string missing = fill(library, this);
+  if (!missing.empty()) return "has no function " + missing + ": a newer one is needed";
+  if (get_version(&version) != kSuccess) return "does not tell its version";
+  if (version < kMinVersion) return "version " + std::to_string(version) + ": 2.17 or newer is needed";
+  library.keep();
+  return {};
+}
+
+const Library* Library::find(std::string* why) {
+  static Library library;
+  static std::string reason;
+  static bool usable = false;
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const std::string names[] = {"libnccl.so.2"};
+    const std::vector<std::string> sites = own_site();
+    const auto refuse = [](const SharedLibrary& found) { return library.load(found); };
+    usable = SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", sites), refuse, &reason)
+                 .has_value();
+  });
+  if (usable) return &library;
+  *why = reason;
+  return nullptr;
+}
+
+std::optional<int> dtype_code(DType dtype) {
+  switch (dtype) {
+    case DType::kInt8:
+      return 0;
+    case DType::kUInt8:
+      return 1;
+    case DType::kInt32:
+      return 2;
+    case DType::kUInt32:
+      return 3;
+    case DType::kInt64:
+      return 4;
+    case DType::kUInt64:
+      return 5;
+    case DType::kFloat16:
+      return 6;
+    case DType::kFloat32:
+      return 7;
+    case DType::kFloat64:
+      return 8;
+    case DType::kBFloat16:
+      return 9;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<int> op_code(const Reduction& reduction, DType dtype) {
+  if (reduction.prescale != 1.0 || reduction.postscale != 1.0) return std::nullopt;
+  switch (reduction.op) {
+    case ReduceOp::kSum:
+      return 0;
+    case ReduceOp::kProduct:
+      return 1;
+    // Of floating-point numbers NCCL does not promise that a NaN stays.
+    case ReduceOp::kMax:
+      return is_floating(dtype) ? std::nullopt : std::optional(2);
+    case ReduceOp::kMin:
+      return is_floating(dtype) ? std::nullopt : std::optional(3);
+    case ReduceOp::kAverage:  // of integers it is no sum that is divided once
+      return is_floating(dtype) ? std::optional(4) : std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+Communicator::Communicator(const Library& library, std::shared_ptr<Devices> devices, int device, int size,
+                           int rank, const UniqueId& id)
+    : library_(library), devices_(std::move(devices)), device_(device), process_(::getpid()) {
+  const Devices::Current current(*devices_, device_);
+  stream_ = devices_->take_stream(device_);
+  Config config;
+  const Result result = library_.init_rank(&comm_, size, id, rank, &config);
+  if (result == kSuccess || result == kInProgress) return;
+  try {
+    check(result, "ncclCommInitRankConfig");
+  } catch (...) {
+    if (comm_ != nullptr) library_.abort(std::exchange(comm_, nullptr));
+    throw;
+  }
+}
+
+Communicator::~Communicator() {
+  if (comm_ == nullptr || process_ != ::getpid()) return;  // the stream may have work that does not end
+  try {
+    abort();
+    devices_->release_stream(device_, stream_);
+  } catch (const DeviceError&) {  // the device has failed, or the driver has ended: so has what NCCL had
+  }
+}
+
+// A child of a fork has no NCCL.
+void Communicator::abort() {
+  if (comm_ == nullptr || process_ != ::getpid()) return;
+  const Devices::Current current(*devices_, device_);
+  library_.abort(std::exchange(comm_, nullptr));
+}
+
+bool Communicator::is_ready() {
+  Result state = kSuccess;
+  check(library_.async_error(comm_, &state), "ncclCommGetAsyncError");
+  if (state == kInProgress) return false;
+  check(state, "an operation of NCCL");
+  return true;
+}
+
+void Communicator::allreduce(const void* input, void* output, std::size_t count, int dtype, int op) {
+  const Devices::Current current(*devices_, device_);
+  const Result result = library_.allreduce(input, output, count, dtype, op, comm_, stream_);
+  if (result != kInProgress) check(result, "ncclAllReduce");
+}
+
+void Communicator::check(Result result, const char* function) const {
+  if (result == kSuccess) return;
+  const char* const text = library_.error_string(result);
+  const char* const last = comm_ != nullptr ? library_.last_error(comm_) : nullptr;
+  throw DeviceError(ErrorKind::kInternal,
+                    cuda::on(function, device_) + " failed: " + (text != nullptr ? text : "unknown error") +
+                        " (" + std::to_string(result) + "), NCCL " + std::to_string(library_.version) +
+                        (last != nullptr && *last != '\0' ? std::string(": ") + last : std::string()) +
+                        ". NCCL_DEBUG=WARN tells more; MULTIRING_MODE=staged does without NCCL.");
+}
+
+}  // namespace multiring::nccl
