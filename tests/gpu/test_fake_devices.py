@@ -99,6 +99,17 @@ def test_fake_device_for_each_rank(comm: Communicator) -> None:
 
 
 @on_ranks(2)
+def test_fake_array_without_elements_on_a_device_of_its_own(comm: Communicator) -> None:
+    """Its address tells no device, and its stream is of another one than the first."""
+    device = comm.rank
+    with fake_arrays.stream(device):
+        for order in ("canonical", "any"):
+            x = fake_arrays.full(0, 1, device)
+            assert comm.allreduce(x, order=order).shape == (0,)
+            comm.allreduce(x, order=order, out=x)
+
+
+@on_ranks(2)
 def test_fake_memory_that_is_managed(comm: Communicator) -> None:
     x = fake_arrays.array(np.full(1000, comm.rank + 1.0, np.float32), managed=True)
     before = fake_arrays.driver().fake_cuda_calls(b"copy_to_host")

@@ -247,7 +247,10 @@ bool ArrayView::take_cuda_interface(py::handle object, bool writable, const Devi
   std::vector<std::int64_t> strides;
   if (has_strides) strides = interface["strides"].cast<std::vector<std::int64_t>>();
   set_layout(static_cast<int>(shape.size()), shape.data(), has_strides ? strides.data() : nullptr);
-  if (count_ == 0) return true;
+  if (count_ == 0) {  // lies nowhere: there is nothing to be ordered after, either
+    memory_.stream = 0;
+    return true;
+  }
   devices.locate(memory_);
   // Memory that the host could read itself, but for what the stream still does to it.
   if (!memory_.on_device()) memory_.kind = MemoryKind::kManaged;
