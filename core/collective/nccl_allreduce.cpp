@@ -59,15 +59,14 @@ bool can_serve(const std::vector<Offer>& offers) {
 /// Aborts, and returns when the program's arrays are its own again: when the stream has got to its end. A
 /// device that does not get there has failed.
 void abort(nccl::Communicator& comm) {
-  constexpr double kSeconds = 5;
   constexpr std::chrono::milliseconds kPause(1);
   Devices& devices = comm.devices();
   try {
-    comm.abort();
+    if (!comm.abort(nccl::kAbortSeconds)) return;
     const Devices::Current current(devices, comm.device());
     const cuda::Event end = devices.take_event(comm.device());
     if (devices.driver().event_record(end, comm.stream()) != cuda::kSuccess) return;
-    const Deadline deadline = Deadline::after(kSeconds);
+    const Deadline deadline = Deadline::after(nccl::kAbortSeconds);
     while (devices.driver().event_query(end) == cuda::kNotReady) {
       if (deadline.expired()) return;  // the event stays in use
       std::this_thread::sleep_for(kPause);
@@ -147,18 +146,24 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
   for (int rank = 0; rank < exchange.size(); ++rank)
     std::memcpy(static_cast<void*>(&offers[static_cast<std::size_t>(rank)]), exchange.staging(rank),
                 sizeof(Offer));
-  std::unique_ptr<nccl::Communicator> made;
+  std::unique_ptr<nccl::Communicator>& made = made_[std::move(devices)];
   if (can_serve(offers)) {
-    made = std::make_unique<nccl::Communicator>(library, operation.on_devices->devices, device,
-                                                exchange.size(), exchange.rank(), offers[0].id);
+    made = std::make_unique<nccl::Communicator>(library, operation.on_devices->devices, device);
+    running_ = made.get();
+    made->connect(exchange.size(), exchange.rank(), offers[0].id);
     poll(
         exchange, call, [&] { return made->is_ready(); },
         "NCCL to connect the ranks. NCCL_DEBUG=INFO shows how far it is; MULTIRING_MODE=staged does without "
         "it.");
+    running_ = nullptr;
   } else {
     refused_.fetch_or(std::uint64_t{1} << device, std::memory_order_relaxed);
   }
-  return made_.emplace(std::move(devices), std::move(made)).first->second.get();
+  return made.get();
+}
+
+void NcclGroups::end_failed() {
+  if (running_ != nullptr) abort(*std::exchange(running_, nullptr));
 }
 
 bool NcclGroups::allreduce(Exchange& exchange, const OperationCall& call, Operation& operation) {
@@ -166,26 +171,23 @@ bool NcclGroups::allreduce(Exchange& exchange, const OperationCall& call, Operat
   if (comm == nullptr) return false;
   const DeviceArrays& arrays = *operation.on_devices;
   Devices& devices = comm->devices();
-  try {
-    comm->allreduce(arrays.input.address, arrays.output.address, operation.descriptor.key.count,
-                    *nccl::dtype_code(operation.dtype()),
-                    *nccl::op_code(operation.reduction(), operation.dtype()));
-    poll(exchange, call, [&] { return comm->is_ready(); }, "NCCL to begin an allreduce.");
-    cuda::Event done = nullptr;
-    {
-      const Devices::Current current(devices, comm->device());
-      done = devices.take_event(comm->device());
-      devices.driver().check(devices.driver().event_record(done, comm->stream()),
-                             cuda::on("cuEventRecord", comm->device()));
-    }
-    await_event(*comm, done, exchange, call);
-    devices.release_event(comm->device(), done);
-    // A rank may abort its part from here on, which others might still read from.
-    exchange.next(call, [] {});
-  } catch (...) {
-    abort(*comm);
-    throw;
+  running_ = comm;
+  comm->allreduce(arrays.input.address, arrays.output.address, operation.descriptor.key.count,
+                  *nccl::dtype_code(operation.dtype()),
+                  *nccl::op_code(operation.reduction(), operation.dtype()));
+  poll(exchange, call, [&] { return comm->is_ready(); }, "NCCL to begin an allreduce.");
+  cuda::Event done = nullptr;
+  {
+    const Devices::Current current(devices, comm->device());
+    done = devices.take_event(comm->device());
+    devices.driver().check(devices.driver().event_record(done, comm->stream()),
+                           cuda::on("cuEventRecord", comm->device()));
   }
+  await_event(*comm, done, exchange, call);
+  devices.release_event(comm->device(), done);
+  // A rank may abort its part from here on, which others might still read from.
+  exchange.next(call, [] {});
+  running_ = nullptr;
   return true;
 }
 

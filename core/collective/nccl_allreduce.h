@@ -29,12 +29,16 @@ class NcclGroups : Immovable {
   /// When all ranks have offered, in the round in which they are matched: reduces by NCCL. False, on all
   /// ranks, if NCCL cannot serve these devices together.
   bool allreduce(Exchange& exchange, const OperationCall& call, Operation& operation);
+  /// After an allreduce that has raised an error, in the same thread, once the peers have been told: aborts,
+  /// which may take seconds.
+  void end_failed();
 
  private:
   nccl::Communicator* find(Exchange& exchange, const OperationCall& call, const Operation& operation);
 
   std::map<std::vector<int>, std::unique_ptr<nccl::Communicator>> made_;  // by rank; null: not usable
-  std::atomic<std::uint64_t> refused_{0};                                 // devices of this rank, a bit each
+  nccl::Communicator* running_ = nullptr;  // in an allreduce, or in one that has failed
+  std::atomic<std::uint64_t> refused_{0};  // devices of this rank, a bit each
 };
 
 /// Whether some ranks, or all, have offered to reduce on their devices in the current round.

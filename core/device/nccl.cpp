@@ -3,8 +3,13 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <cstdlib>
 #include <filesystem>
+#include <future>
 #include <mutex>
+#include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -21,6 +26,11 @@ std::vector<std::string> own_site() {
   const std::filesystem::path library(found.dli_fname);
   if (!library.is_absolute()) return {};
   return {library.parent_path().parent_path().parent_path().string()};
+}
+
+std::string_view text_of(const char* variable) {
+  const char* const set = std::getenv(variable);
+  return set != nullptr ? set : "";
 }
 
 std::string fill(const SharedLibrary& library, Library* table) {
@@ -58,6 +68,12 @@ const Library* Library::find(std::string* why) {
   static bool usable = false;
   static std::once_flag once;
   std::call_once(once, [] {
+    // It counts more than `Config`, and a call that blocks has no deadline.
+    const std::string_view blocking = text_of("NCCL_COMM_BLOCKING");
+    if (!blocking.empty() && blocking != "0") {
+      reason = "NCCL_COMM_BLOCKING is set, with which its calls may wait for ever";
+      return;
+    }
     const std::string names[] = {"libnccl.so.2"};
     const std::vector<std::string> sites = own_site();
     const auto refuse = [](const SharedLibrary& found) { return library.load(found); };
@@ -115,36 +131,44 @@ std::optional<int> op_code(const Reduction& reduction, DType dtype) {
   }
 }
 
-Communicator::Communicator(const Library& library, std::shared_ptr<Devices> devices, int device, int size,
-                           int rank, const UniqueId& id)
+Communicator::Communicator(const Library& library, std::shared_ptr<Devices> devices, int device)
     : library_(library), devices_(std::move(devices)), device_(device), process_(::getpid()) {
   const Devices::Current current(*devices_, device_);
   stream_ = devices_->take_stream(device_);
-  Config config;
-  const Result result = library_.init_rank(&comm_, size, id, rank, &config);
-  if (result == kSuccess || result == kInProgress) return;
-  try {
-    check(result, "ncclCommInitRankConfig");
-  } catch (...) {
-    if (comm_ != nullptr) library_.abort(std::exchange(comm_, nullptr));
-    throw;
-  }
 }
 
 Communicator::~Communicator() {
-  if (comm_ == nullptr || process_ != ::getpid()) return;  // the stream may have work that does not end
+  if (process_ != ::getpid()) return;  // a child of a fork has no NCCL
   try {
-    abort();
-    devices_->release_stream(device_, stream_);
+    if (abort(kAbortSeconds)) devices_->release_stream(device_, stream_);
   } catch (const DeviceError&) {  // the device has failed, or the driver has ended: so has what NCCL had
   }
 }
 
-// A child of a fork has no NCCL.
-void Communicator::abort() {
-  if (comm_ == nullptr || process_ != ::getpid()) return;
+void Communicator::connect(int size, int rank, const UniqueId& id) {
   const Devices::Current current(*devices_, device_);
-  library_.abort(std::exchange(comm_, nullptr));
+  Config config;
+  const Result result = library_.init_rank(&comm_, size, id, rank, &config);
+  if (result != kInProgress) check(result, "ncclCommInitRankConfig");
+}
+
+bool Communicator::abort(double seconds) {
+  if (comm_ == nullptr) return !is_abandoned_;
+  std::promise<void> done;
+  const std::future<void> ended = done.get_future();
+  // It waits for threads of NCCL, and for kernels of the whole device, which may never end.
+  const auto run = [abort = library_.abort, comm = std::exchange(comm_, nullptr), devices = devices_,
+                    device = device_](std::promise<void> finished) {
+    try {
+      const Devices::Current current(*devices, device);
+      abort(comm);
+    } catch (const DeviceError&) {  // the device has failed: so has what NCCL had
+    }
+    finished.set_value();
+  };
+  std::thread(run, std::move(done)).detach();
+  is_abandoned_ = ended.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready;
+  return !is_abandoned_;
 }
 
 bool Communicator::is_ready() {

@@ -73,22 +73,26 @@ MULTIRING_API std::optional<int> dtype_code(DType dtype);
 /// additions and its rounding.
 MULTIRING_API std::optional<int> op_code(const Reduction& reduction, DType dtype);
 
+/// How long an abort is waited for.
+inline constexpr double kAbortSeconds = 5;
+
 /// A rank's part of one of NCCL's communicators, on one device and a stream of its own, whose calls do not
 /// block. It is aborted at its end, for that waits for no peer; no operation is under way then on any rank.
 /// Calls come one at a time.
 class MULTIRING_API Communicator : Immovable {
  public:
-  /// Begins to connect with the other ranks; `is_ready` says when that is done. Raises a DeviceError.
-  Communicator(const Library& library, std::shared_ptr<Devices> devices, int device, int size, int rank,
-               const UniqueId& id);
+  Communicator(const Library& library, std::shared_ptr<Devices> devices, int device);
   ~Communicator();
 
+  /// Begins to connect with the other ranks; `is_ready` says when that is done. Raises a DeviceError.
+  void connect(int size, int rank, const UniqueId& id);
   /// Whether what was begun is done. Raises a DeviceError if it, or an operation under way, has failed.
   bool is_ready();
   /// Begins an allreduce as work of the stream.
   void allreduce(const void* input, void* output, std::size_t count, int dtype, int op);
-  /// Ends what is under way, on this rank alone. No other call may follow.
-  void abort();
+  /// Ends what is under way, on this rank alone. False: that takes longer, and what NCCL has is left to it.
+  /// No other call may follow.
+  bool abort(double seconds);
 
   int device() const { return device_; }
   cuda::Stream stream() const { return stream_; }
@@ -103,6 +107,7 @@ class MULTIRING_API Communicator : Immovable {
   const int process_;
   cuda::Stream stream_ = nullptr;
   Comm comm_ = nullptr;
+  bool is_abandoned_ = false;  // by an abort that has not ended in time
 };
 
 }  // namespace multiring::nccl

@@ -197,7 +197,9 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
     exchange_.throw_if_aborted(call);
     dispatch(call, operation);
   } catch (...) {
-    fail_and_raise(operation.descriptor);
+    fail_operation(operation.descriptor);
+    error_seen_->store(true, std::memory_order_relaxed);
+    throw;
   }
 }
 

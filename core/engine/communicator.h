@@ -218,6 +218,8 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// The same. `about`: what the peers are told of it besides its text.
   void break_by(const Error& error, const ErrorContext& about);
   /// The same with the error that is being handled, which the program is told of.
+  /// Of one that has begun, from a handler of its error, in the thread that ran it.
+  void fail_operation(const Descriptor& descriptor);
   [[noreturn]] void fail_and_raise(const Descriptor& descriptor);
   void fail_running();
   bool is_running(const std::shared_ptr<Work>& work) const;  // with mutex_ held

@@ -60,6 +60,12 @@ void Communicator::fail_and_raise(const Descriptor& descriptor) {
   throw;
 }
 
+// Peers are told first: what NCCL has under way may take seconds to end. The arrays are in use until then.
+void Communicator::fail_operation(const Descriptor& descriptor) {
+  fail(std::current_exception(), describe(descriptor));
+  exchange_.nccl().end_failed();
+}
+
 bool Communicator::is_running(const std::shared_ptr<Work>& work) const {
   return std::find(running_.begin(), running_.end(), work) != running_.end();
 }

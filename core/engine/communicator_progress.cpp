@@ -82,7 +82,7 @@ void Communicator::execute_chosen() {
       one_at_a_time = mismatch.one_at_a_time;
     } catch (...) {
       const auto self = weak_from_this().lock();  // keeps this alive until all are notified
-      fail(std::current_exception(), describe(chosen.front()->operation().descriptor));
+      fail_operation(chosen.front()->operation().descriptor);
       return fail_running();
     }
   }

@@ -138,8 +138,9 @@ def test_what_fake_nccl_is_not_for(tmp_path: Path) -> None:
     [
         'if comm.rank == 1: os.environ["FAKE_NCCL"] = "version=21000"',
         'os.environ["FAKE_NCCL"] = f"version={22700 + comm.rank}"',
+        'if comm.rank == 1: os.environ["NCCL_COMM_BLOCKING"] = "1"',
     ],
-    ids=["fake too old on a rank", "fake versions that differ"],
+    ids=["fake too old on a rank", "fake versions that differ", "fake calls that block"],
 )
 def test_ranks_without_nccl(without: str, tmp_path: Path) -> None:
     """Have all ranks do without."""
@@ -194,6 +195,14 @@ _KILL = "os.kill(os.getpid(), signal.SIGKILL)"
             "InternalError",
             ["an operation of NCCL on device 1 failed", "rank 1"],
         ),
+        # Longer than the peers' deadline: they are told before.
+        (
+            True,
+            (1,),
+            "fail=allreduce hang=abort",
+            "InternalError",
+            ["an operation of NCCL on device 1 failed", "rank 1"],
+        ),
     ],
     ids=[
         "fake init",
@@ -201,6 +210,7 @@ _KILL = "os.kill(os.getpid(), signal.SIGKILL)"
         "fake allreduce on a rank",
         "fake init fails",
         "fake allreduce fails",
+        "fake abort",
     ],
 )
 def test_failures(

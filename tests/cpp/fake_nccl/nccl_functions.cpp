@@ -3,12 +3,14 @@
 // there, and a peer that has ended is waited for until an abort.
 //
 // The variable FAKE_NCCL, read at each call, has words divided by spaces: "version=N", "hang=init"
-// (connecting never ends), "hang=allreduce", "fail=init" (at once), "fail=allreduce" (an asynchronous error).
+// (connecting never ends), "hang=allreduce", "hang=abort", "fail=init" (at once), "fail=allreduce" (an
+// asynchronous error).
 
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -18,6 +20,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "fake_cuda/machine.h"
@@ -244,6 +247,7 @@ FAKE_NCCL int ncclAllReduce(const void* input, void* output, std::size_t count, 
 
 FAKE_NCCL int ncclCommAbort(Handle handle) {
   Comm& comm = **handle;
+  while (is_set("hang=abort")) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   comm.is_aborted = true;
   comm.remove_own("init");
   for (int operation = 0; operation < comm.operations; ++operation)
