@@ -13,7 +13,7 @@
 #include <tuple>
 #include <utility>
 
-#include "binding/arrays/numpy_call.h"
+#include "binding/arrays/plain_call.h"
 #include "binding/arrays/result.h"
 #include "binding/fork_lock.h"
 #include "binding/gil.h"
@@ -183,8 +183,8 @@ void bind_communicator(py::module_& module) {
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
            py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("crossing"),
            "False: an array is not contiguous, nothing was done.")
-      .def("numpy_allreduce", &make_numpy_allreduce,
-           "A quicker allreduce for C-ordered NumPy arrays, as a function:\n"
+      .def("plain_allreduce", &make_plain_allreduce,
+           "A quicker allreduce for C-ordered arrays of NumPy and DLPack's exchange API, as a function:\n"
            "(x, out, op, name, prescale, postscale, timeout, crossing) -> bool.\n"
            "False: an argument is not plain enough, nothing was done.")
       .def("run", &run, py::arg("operation"), py::arg("timeout"))

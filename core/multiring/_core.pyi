@@ -645,9 +645,9 @@ class Communicator:
         """
         The line of a tuning with the costs that explain (algorithm, bytes, seconds) best.
         """
-    def numpy_allreduce(self) -> typing.Any:
+    def plain_allreduce(self) -> typing.Any:
         """
-        A quicker allreduce for C-ordered NumPy arrays, as a function:
+        A quicker allreduce for C-ordered arrays of NumPy and DLPack's exchange API, as a function:
         (x, out, op, name, prescale, postscale, timeout, crossing) -> bool.
         False: an argument is not plain enough, nothing was done.
         """

@@ -104,6 +104,8 @@ def contiguous(x: Array) -> Array:
         return x if x.c_contiguous else np.ascontiguousarray(x)
     if hasattr(x, "is_contiguous"):
         try:
+            if hasattr(x, "is_neg") and x.is_neg():  # its memory holds the negatives of its elements
+                x = x.resolve_neg()
             return x if x.is_contiguous() else x.contiguous()
         except RuntimeError:  # a sparse tensor: the native core says what is wrong with it
             return x

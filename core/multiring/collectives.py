@@ -49,7 +49,7 @@ class Collectives:
     rank: int
     size: int
     _core: native.Communicator
-    _numpy_allreduce: Callable[..., bool]
+    _plain_allreduce: Callable[..., bool]
 
     @property
     def is_broken(self) -> bool:
@@ -86,7 +86,7 @@ class Collectives:
         Returns:
             `out`, or the new array.
         """
-        if out is not None and self._numpy_allreduce(
+        if out is not None and self._plain_allreduce(
             x, out, op, name, prescale, postscale, timeout, crossing
         ):
             return out
@@ -94,7 +94,7 @@ class Collectives:
         if out is None:
             x = contiguous(x)
             out = empty_like(x)
-            if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, crossing):
+            if self._plain_allreduce(x, out, op, name, prescale, postscale, timeout, crossing):
                 return out
         check_crossing(Collectives.allreduce, crossing)
         wait = seconds(timeout)

@@ -56,7 +56,7 @@ class Communicator(Collectives):
         enclosing: Sequence[weakref.WeakSet[Communicator]] = (),
     ) -> None:
         self._core = core
-        self._numpy_allreduce = core.numpy_allreduce()
+        self._plain_allreduce = core.plain_allreduce()
         self.rank: int = core.rank
         """Rank of this process in the group, 0 to size - 1."""
         self.size: int = core.size

@@ -10,7 +10,6 @@
 
 #include "base/error.h"
 #include "binding/arrays/devices.h"
-#include "binding/arrays/dlpack.h"
 #include "collective/kinds.h"
 
 namespace multiring::binding {
@@ -44,25 +43,6 @@ std::optional<DType> format_dtype(const char* format, std::size_t bytes) {
   if (std::strchr("bhilq", letter) != nullptr) return integer_dtype(true, bytes);
   if (std::strchr("BHILQ", letter) != nullptr) return integer_dtype(false, bytes);
   return std::nullopt;
-}
-
-std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
-  if (type.lanes != 1) return std::nullopt;
-  const std::size_t bytes = type.bits / 8;
-  switch (type.code) {
-    case dlpack::kInt:
-      return integer_dtype(true, bytes);
-    case dlpack::kUInt:
-      return integer_dtype(false, bytes);
-    case dlpack::kFloat:
-      return floating_dtype(bytes);
-    case dlpack::kBfloat:
-      return bytes == 2 ? std::optional(DType::kBFloat16) : std::nullopt;
-    case dlpack::kBool:
-      return bytes == 1 ? std::optional(DType::kBool) : std::nullopt;
-    default:
-      return std::nullopt;
-  }
 }
 
 [[noreturn]] void throw_dtype(py::handle object) {
@@ -105,6 +85,25 @@ bool is_named_bfloat16(py::handle object) {
 
 }  // namespace
 
+std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
+  if (type.lanes != 1) return std::nullopt;
+  const std::size_t bytes = type.bits / 8;
+  switch (type.code) {
+    case dlpack::kInt:
+      return integer_dtype(true, bytes);
+    case dlpack::kUInt:
+      return integer_dtype(false, bytes);
+    case dlpack::kFloat:
+      return floating_dtype(bytes);
+    case dlpack::kBfloat:
+      return bytes == 2 ? std::optional(DType::kBFloat16) : std::nullopt;
+    case dlpack::kBool:
+      return bytes == 1 ? std::optional(DType::kBool) : std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
 void throw_usage(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
 
 ArrayView::ArrayView(py::handle object, bool writable) {
@@ -128,6 +127,7 @@ ArrayView& ArrayView::operator=(ArrayView&& other) noexcept {
   release();
   buffer_ = std::exchange(other.buffer_, Py_buffer{});
   owner_ = std::move(other.owner_);
+  shared_ = std::move(other.shared_);
   memory_ = other.memory_;
   dtype_ = other.dtype_;
   dims_ = other.dims_;
@@ -140,6 +140,7 @@ ArrayView& ArrayView::operator=(ArrayView&& other) noexcept {
 void ArrayView::release() {
   if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
   owner_ = py::object();
+  shared_.reset();
 }
 
 void ArrayView::take_buffer(py::handle object, bool writable) {
@@ -168,6 +169,14 @@ void ArrayView::take_buffer(py::handle object, bool writable) {
 }
 
 void ArrayView::take_dlpack(py::handle object, bool writable) {
+  shared_ = share_plainly(object.ptr());
+  if (shared_ != nullptr) {
+    if (writable && (shared_->flags & dlpack::kReadOnly) != 0)
+      throw_usage("cannot write to a read-only array of type " + type_name(object));
+    return take_tensor(object, shared_->tensor);
+  }
+  // As little as of one with gaps do the elements lie there.
+  if (holds_negatives(object.ptr())) contiguous_ = false;
   std::int32_t type = 0;
   Buffer where{.kind = MemoryKind::kDevice};
   try {
@@ -194,7 +203,10 @@ void ArrayView::take_dlpack(py::handle object, bool writable) {
 void ArrayView::take_capsule(py::handle object) {
   auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(owner_.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
-  const dlpack::Tensor& tensor = managed->tensor;
+  take_tensor(object, managed->tensor);
+}
+
+void ArrayView::take_tensor(py::handle object, const dlpack::Tensor& tensor) {
   const auto dtype = dlpack_dtype(tensor.dtype);
   if (!dtype) throw_dtype(object);
   dtype_ = *dtype;

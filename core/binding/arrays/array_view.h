@@ -6,9 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "base/arithmetic/dtype.h"
+#include "binding/arrays/exchange.h"
 #include "collective/operation.h"
 #include "device/devices.h"
 
@@ -36,7 +39,7 @@ class ArrayView {
   std::uint64_t extent(int dim) const { return shape_[static_cast<std::size_t>(dim)]; }
   std::uint64_t count() const { return count_; }
   std::size_t bytes() const { return count_ * dtype_size(dtype_); }
-  /// Whether the elements lie one after the other in C order.
+  /// Whether the elements, and not their negatives, lie one after the other in C order.
   bool contiguous() const { return contiguous_; }
   /// Writes dtype, shape and extents into a descriptor, whose kind is set.
   void describe_in(Descriptor& descriptor) const;
@@ -45,6 +48,7 @@ class ArrayView {
   void take_buffer(py::handle object, bool writable);
   void take_dlpack(py::handle object, bool writable);
   void take_capsule(py::handle object);
+  void take_tensor(py::handle object, const dlpack::Tensor& tensor);
   void take_from_device(py::handle object, bool writable, const Buffer& where);
   bool take_cuda_interface(py::handle object, bool writable, const Devices& devices);
   void take_array_interface(py::handle object, bool writable);
@@ -52,8 +56,9 @@ class ArrayView {
   void release();
   static std::byte* empty_address();
 
-  Py_buffer buffer_{};  // held if buffer_.obj is set
-  py::object owner_;    // DLPack capsule or array, held otherwise
+  Py_buffer buffer_{};   // held if buffer_.obj is set
+  SharedTensor shared_;  // else this
+  py::object owner_;     // else the DLPack capsule or the array
   Buffer memory_;
   DType dtype_ = DType::kUInt8;
   int dims_ = 0;
@@ -61,6 +66,9 @@ class ArrayView {
   std::uint64_t count_ = 0;
   bool contiguous_ = true;
 };
+
+/// Of an element that the core can reduce.
+std::optional<DType> dlpack_dtype(const dlpack::DataType& type);
 
 /// Whether two arrays share memory without beginning at the same element.
 bool overlap_in_part(const ArrayView& a, const ArrayView& b);

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-// The part of DLPack 0.8 (github.com/dmlc/dlpack, Apache-2.0) that is needed here: a stable C ABI.
+// The part of DLPack 1.3 (github.com/dmlc/dlpack, Apache-2.0) that is needed here: a stable C ABI.
 namespace multiring::binding::dlpack {
 
 enum DeviceType : std::int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
@@ -34,6 +34,35 @@ struct ManagedTensor {
   Tensor tensor;
   void* context;
   void (*deleter)(ManagedTensor*);
+};
+
+struct Version {
+  std::uint32_t major;
+  std::uint32_t minor;
+};
+
+struct VersionedTensor {
+  Version version;
+  void* context;
+  void (*deleter)(VersionedTensor*);
+  std::uint64_t flags;
+  Tensor tensor;
+};
+
+constexpr std::uint32_t kMajorVersion = 1;
+constexpr std::uint64_t kReadOnly = 1;
+
+/// What a type offers as `__dlpack_c_exchange_api__`, in a capsule: functions that return 0, or set a Python
+/// error. None of them waits for the work of a device.
+struct ExchangeApi {
+  Version version;
+  void* earlier;
+  void* allocate;
+  int (*share)(void* object, VersionedTensor** out);
+  void* wrap;
+  int (*describe)(void* object,
+                  Tensor* out);  // may be null; what it tells holds while the object is unchanged
+  void* current_stream;
 };
 
 }  // namespace multiring::binding::dlpack

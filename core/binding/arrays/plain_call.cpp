@@ -1,4 +1,4 @@
-#include "binding/arrays/numpy_call.h"
+#include "binding/arrays/plain_call.h"
 
 #include <cxxabi.h>
 #include <pybind11/numpy.h>
@@ -37,16 +37,25 @@ std::optional<DType> numpy_dtype(int type_num) {
   return std::nullopt;
 }
 
-/// What the call needs of a NumPy array; no reference is held, for the caller's arguments do.
-struct NumpyArray {
+/// What the call needs of an array; no reference is held, for the caller's arguments do.
+struct PlainArray {
   std::byte* data = nullptr;
   DType dtype = DType::kUInt8;
   int dims = 0;
-  const Py_intptr_t* shape = nullptr;
+  const std::int64_t* shape = nullptr;
   std::uint64_t count = 1;
 
   bool take(PyObject* object, bool writable) {
-    if (Py_TYPE(object) != py::detail::npy_api::get().PyArray_Type_) return false;
+    const bool is_known = Py_TYPE(object) == py::detail::npy_api::get().PyArray_Type_
+                              ? take_numpy(object, writable)
+                              : take_dlpack(object);
+    for (int dim = 0; is_known && dim < dims; ++dim) count *= static_cast<std::uint64_t>(shape[dim]);
+    return is_known && data != nullptr;
+  }
+  std::size_t bytes() const { return count * dtype_size(dtype); }
+
+ private:
+  bool take_numpy(PyObject* object, bool writable) {
     const auto* array = py::detail::array_proxy(object);
     int flags = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_;
     if (writable) flags |= py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
@@ -58,11 +67,23 @@ struct NumpyArray {
     data = reinterpret_cast<std::byte*>(array->data);
     dtype = *known;
     dims = array->nd;
-    shape = array->dimensions;
-    for (int dim = 0; dim < dims; ++dim) count *= static_cast<std::uint64_t>(shape[dim]);
-    return data != nullptr;
+    static_assert(sizeof(Py_intptr_t) == sizeof(std::int64_t));
+    shape = reinterpret_cast<const std::int64_t*>(array->dimensions);
+    return true;
   }
-  std::size_t bytes() const { return count * dtype_size(dtype); }
+
+  bool take_dlpack(PyObject* object) {
+    dlpack::Tensor tensor;
+    if (!describe_plainly(object, &tensor) || tensor.dims > Descriptor::kMaxDims || !in_c_order(tensor))
+      return false;
+    const auto known = dlpack_dtype(tensor.dtype);
+    if (!known) return false;
+    data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+    dtype = *known;
+    dims = tensor.dims;
+    shape = tensor.shape;
+    return true;
+  }
 };
 
 bool take_text(PyObject* object, std::string_view* text) {
@@ -118,8 +139,8 @@ bool take_number(PyObject* object, double* number) {
 
 /// The arguments of the call in order; false where one is not of the plain kind.
 bool take_arguments(PyObject* const* args, Operation* operation, double* timeout) {
-  NumpyArray in;
-  NumpyArray out;
+  PlainArray in;
+  PlainArray out;
   const bool in_place = args[0] == args[1];
   if (!in.take(args[0], in_place)) return false;
   if (in_place)
@@ -149,7 +170,7 @@ bool take_arguments(PyObject* const* args, Operation* operation, double* timeout
   return true;
 }
 
-PyObject* numpy_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
+PyObject* plain_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
   auto* self = static_cast<std::shared_ptr<Communicator>*>(PyCapsule_GetPointer(capsule, kCapsule));
   if (self == nullptr) return nullptr;
   if (count != 8) {
@@ -177,20 +198,20 @@ PyObject* numpy_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t c
   return nullptr;
 }
 
-PyMethodDef numpy_allreduce_method = {
-    "allreduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(numpy_allreduce)), METH_FASTCALL,
+PyMethodDef plain_allreduce_method = {
+    "allreduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(plain_allreduce)), METH_FASTCALL,
     nullptr};
 
 }  // namespace
 
-py::object make_numpy_allreduce(std::shared_ptr<Communicator> communicator) {
+py::object make_plain_allreduce(std::shared_ptr<Communicator> communicator) {
   auto* held = new std::shared_ptr<Communicator>(std::move(communicator));
   const py::capsule capsule(held, kCapsule, [](void* pointer) {
     // The last reference joins the progress thread, which may need the GIL to release arrays.
     const GilRelease release;
     delete static_cast<std::shared_ptr<Communicator>*>(pointer);
   });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&numpy_allreduce_method, capsule.ptr()));
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&plain_allreduce_method, capsule.ptr()));
 }
 
 }  // namespace multiring::binding

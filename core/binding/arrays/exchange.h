@@ -1,0 +1,35 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "binding/arrays/dlpack.h"
+
+namespace multiring::binding {
+
+/// Whether the memory holds the negatives of the elements, of which DLPack does not tell.
+bool holds_negatives(PyObject* object);
+
+/// Address, dtype and layout of an array in the host's memory, by DLPack's exchange API: no Python object is
+/// made and no reference taken, so it holds as long as the caller's reference and the array is left as it is.
+///
+/// False, and no Python error: the array's own type (a base of it does not count: what else a derived class
+/// means by its arrays is not known here) has no such API, the array lies elsewhere or requires a gradient,
+/// or its memory does not hold its elements.
+bool describe_plainly(PyObject* object, dlpack::Tensor* tensor);
+
+/// Whether the elements lie one after the other in C order.
+bool in_c_order(const dlpack::Tensor& tensor);
+
+struct DeleteTensor {
+  void operator()(dlpack::VersionedTensor* tensor) const {
+    if (tensor->deleter != nullptr) tensor->deleter(tensor);
+  }
+};
+using SharedTensor = std::unique_ptr<dlpack::VersionedTensor, DeleteTensor>;
+
+/// The same, of memory that stays as long as the result, whatever becomes of the array. Null for false.
+SharedTensor share_plainly(PyObject* object);
+
+}  // namespace multiring::binding

@@ -1,0 +1,167 @@
+"""Tensors, whose memory DLPack's exchange API describes where Torch has that, and its methods elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from multiring import Communicator, UsageError
+from tests.on_ranks import on_ranks
+
+API = "__dlpack_c_exchange_api__"
+
+
+@contextmanager
+def exchange_api(is_offered: bool) -> Iterator[None]:
+    """With Torch's API, or as with a Torch before 2.10."""
+    import torch
+
+    if is_offered:
+        yield
+        return
+    kept = torch.Tensor.__dict__.get(API)
+    if kept is not None:
+        delattr(torch.Tensor, API)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            setattr(torch.Tensor, API, kept)
+
+
+both_ways = pytest.mark.parametrize("is_offered", [True, False])
+
+
+def _tensors() -> dict[str, Any]:
+    """Tensors whose elements are not what one would find by address and number of elements."""
+    import torch
+
+    values = torch.arange(1.0, 7.0)
+    twos = torch.full((2, 3), 2.0)
+    return {
+        "plain": values,
+        "offset": values[2:],
+        "transposed": values.reshape(2, 3).T,
+        "strided": values[::2],
+        "expanded": torch.ones(1).expand(4),
+        "one strided element": values[3::4],
+        "no dimension": values[3],
+        "no element": values[:0],
+        "no row": torch.ones(0, 3),
+        "negative, strided": torch.view_as_complex(twos.reshape(3, 2)).conj().imag,
+        "negative, of one element": torch.tensor([1 + 2j]).conj().imag,
+        "negative, contiguous": torch._neg_view(values),
+        "parameter": torch.nn.Parameter(values.clone(), requires_grad=False),
+        "detached": torch.nn.Parameter(values.clone()).detach(),
+        "inference": _made_in_inference_mode(),
+        "half": values.half(),
+        "bfloat16": values.bfloat16(),
+        "bool": values > 3,
+        "unsigned": values.to(torch.uint16),
+    }
+
+
+def _made_in_inference_mode() -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return torch.arange(3.0)
+
+
+@on_ranks(2)
+@both_ways
+def test_all_forms(comm: Communicator, is_offered: bool) -> None:
+    import torch
+
+    with exchange_api(is_offered):
+        for name, x in _tensors().items():
+            results = [
+                comm.allreduce(x, "max"),
+                comm.allreduce(x, "max", out=torch.empty(x.shape, dtype=x.dtype)),
+                comm.allreduce_async(x, "max").wait(),
+                comm.broadcast(x),
+                comm.allgather(x.reshape(-1))[: x.numel()].reshape(x.shape),
+            ]
+            if name != "expanded":
+                own = torch._neg_view(-x) if x.is_neg() else x.clone()
+                assert comm.allreduce(own, "max", out=own) is own
+                results.append(own)
+            for result in results:
+                assert isinstance(result, torch.Tensor)
+                assert result.dtype == x.dtype
+                assert result.tolist() == x.tolist(), name
+
+
+@on_ranks(2)
+@both_ways
+def test_what_no_memory_describes_is_refused(comm: Communicator, is_offered: bool) -> None:
+    import torch
+
+    graph = torch.ones(2, requires_grad=True) * 2
+    refused = {
+        "requires a gradient": [torch.ones(2, requires_grad=True), graph],
+        "complex64|conjugate bit": [
+            torch.ones(2, dtype=torch.complex64),
+            torch.ones(2, dtype=torch.complex64).conj(),
+        ],
+        "cannot take|layout": [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()],
+        "meta": [torch.ones(2, device="meta")],
+    }
+    with exchange_api(is_offered):
+        for pattern, tensors in refused.items():
+            for x in tensors:
+                for call in (comm.allreduce, comm.allreduce_async, comm.broadcast):
+                    with pytest.raises(UsageError, match=pattern):
+                        call(x)
+        with pytest.raises(UsageError, match="requires a gradient"):
+            comm.allreduce(torch.ones(2), out=graph)
+    assert not comm.is_broken
+
+
+@on_ranks(2)
+def test_a_derived_class_is_asked_itself(comm: Communicator) -> None:
+    """What it means by its elements may be other memory than that of the tensor that it derives from."""
+    import torch
+
+    class Wrapped(torch.Tensor):
+        def __dlpack__(self, **kwargs: Any) -> Any:
+            return torch.full((2,), 5.0).__dlpack__(**kwargs)
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(2).as_subclass(Wrapped)
+    out = np.zeros(2, np.float32)
+    assert comm.allreduce(x, out=out).tolist() == [10.0, 10.0]
+    assert comm.allreduce_async(x, out=out).wait().tolist() == [10.0, 10.0]
+
+
+@on_ranks(2)
+def test_memory_stays_while_an_operation_is_pending(comm: Communicator) -> None:
+    """Also where the program gives the tensor other memory meanwhile."""
+    import torch
+
+    x = torch.full((1 << 18,), float(comm.rank + 1))
+    view = x.view(-1)
+    work = comm.allreduce_async(x, out=x)
+    x.data = torch.zeros(3)
+    del x
+    work.wait()
+    assert (view == 3.0).all()
+
+
+@on_ranks(2)
+def test_unknown_versions_are_left_alone(comm: Communicator) -> None:
+    import torch
+
+    for other in (7, object(), None):
+        with mock.patch.object(torch.Tensor, API, other, create=True):
+            assert comm.allreduce(torch.ones(2)).tolist() == [2.0, 2.0]
+            assert comm.allreduce_async(torch.ones(2)).wait().tolist() == [2.0, 2.0]
