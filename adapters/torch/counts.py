@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from multiring import _core
 
-__all__ = ["has_own_memory", "is_held_by_graph", "version"]
+__all__ = ["has_own_memory", "is_held_by_graph", "plain_gradients", "version"]
 
 Tensor = torch.Tensor
 
@@ -26,6 +27,11 @@ def version(tensor: Tensor) -> int:
 def has_own_memory(tensor: Tensor) -> bool:
     """Whether no other tensor is known to share its memory."""
     return _storage_users(tensor) == _ALONE
+
+
+def plain_gradients(count: int) -> _core.TensorGradients:
+    """As many gradients; those that are alone in their memory are known by the count above."""
+    return _core.TensorGradients(count, _count_storage, torch.zeros(1))
 
 
 def is_held_by_graph(tensor: Tensor) -> bool:

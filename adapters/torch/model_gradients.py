@@ -125,8 +125,9 @@ class ModelGradients:
 
     def tensor_hook(self, number: int) -> Callable[[torch.Tensor], None]:
         """Called when autograd is about to accumulate a gradient, or to return it from `autograd.grad`."""
-        note = self._placement.note_incoming if self._is_repeatable else self._note_incoming
-        return functools.partial(note, number)
+        if self._is_repeatable:
+            return self._placement.incoming_hook(number)
+        return functools.partial(self._note_incoming, number)
 
     def _note_incoming(self, number: int, gradient: torch.Tensor) -> None:
         self._placement.note_incoming(number, gradient)

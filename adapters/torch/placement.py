@@ -10,8 +10,9 @@ No gradient that the program sees lies in a bucket, which the next round overwri
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,14 +23,14 @@ import torch
 from multiring.errors import UsageError
 from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.torch.buffers import dense_strides, overlaps_itself
-from multiring.torch.counts import has_own_memory, version
+from multiring.torch.counts import has_own_memory, plain_gradients, version
 
 __all__ = ["GradientPlacement", "Parameters"]
 
 Tensor = torch.Tensor
 _STRIDED = torch.strided
 Bytes = NDArray[np.uint8]
-Parameters = Sequence[Tensor | None]
+Parameters = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class GradientPlacement:
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         self._rank, self._names = rank, names
         self._forms: dict[int, _Form] = {}
+        # The usual ones. What is said below of a number is so if nothing is said of it there.
+        self._plain = plain_gradients(len(names))
         self._reduced: dict[int, _Reduced] = {}
         # Of the round under way: those that are reduced in their own memory, and their versions; the others.
         self._in_place: dict[int, tuple[Tensor, int]] = {}
@@ -106,6 +109,12 @@ class GradientPlacement:
         # Parameters that look alike share a form: less to bring into the caches in each round.
         form = _Form.of(parameter, is_sparse=is_sparse)
         self._forms[number] = next((known for known in self._forms.values() if known == form), form)
+        if parameter.is_cpu and not is_sparse:
+            self._plain.expect(number, form.empty(), form.stride)
+
+    def incoming_hook(self, number: int) -> Callable[[Tensor], None]:
+        """`note_incoming` of a number."""
+        return self._plain.incoming_hook(number, functools.partial(self.note_incoming, number))
 
     def note_incoming(self, number: int, gradient: Tensor) -> None:
         """Autograd is about to accumulate this. What has its memory afterwards is what autograd has made."""
@@ -128,6 +137,11 @@ class GradientPlacement:
         Raises:
             UsageError: It has another form than its parameter had.
         """
+        address = self._plain.fetch(number, gradient)
+        if address:
+            if self._reduced:
+                self._reduced.pop(number, None)
+            return Gradient(address, gradient)
         form = self._forms[number]
         if gradient.dtype is not form.dtype or gradient.shape != form.shape or gradient.device != form.device:
             raise self._has_become(number, gradient)
@@ -144,13 +158,12 @@ class GradientPlacement:
             and has_own_memory(gradient)
         ):
             buffer, now = form.buffer_at(gradient), version(gradient)
-            self._reduced[number] = _Reduced(weakref.ref(gradient), buffer.address, now, None)
+            self._remember(number, _Reduced(weakref.ref(gradient), buffer.address, now, None))
             self._in_place[number] = gradient, now
             return buffer
-        is_own = (
-            not is_usable or overlaps_itself(gradient) or self._incoming.get(number) == _address(gradient)
-        )
-        known = None if is_own else self._reduced.get(number)
+        incoming = self._plain.incoming(number) or self._incoming.get(number)
+        is_own = not is_usable or overlaps_itself(gradient) or incoming == _address(gradient)
+        known = None if is_own else self._known(number)
         values = form.empty() if known is None or known.values is None else known.values
         values.copy_(gradient.detach().to_dense())
         self._copies[number] = _Copy(gradient, values, is_written_back=not is_own)
@@ -165,18 +178,29 @@ class GradientPlacement:
 
     def note(self, number: int, gradient: Tensor) -> None:
         """This is a reduced gradient."""
-        self._reduced[number] = _Reduced(weakref.ref(gradient), _address(gradient), version(gradient), None)
+        self._remember(
+            number, _Reduced(weakref.ref(gradient), _address(gradient), version(gradient), None)
+        )
+
+    def _remember(self, number: int, reduced: _Reduced) -> None:
+        self._plain.forget(number)
+        self._reduced[number] = reduced
+
+    def _known(self, number: int) -> _Reduced | None:
+        """What was reduced last."""
+        plain = self._plain.reduced(number)
+        return self._reduced.get(number) if plain is None else _Reduced(*plain, None)
 
     def is_kept(self, number: int, gradient: Tensor) -> bool:
         """Whether this is the tensor that was reduced last, not zeroed since."""
-        known = self._reduced.get(number)
+        known = self._known(number)
         if known is None or not known.is_tensor(gradient):
             return False
         return bool((gradient if gradient.layout is torch.strided else gradient.coalesce().values()).any())
 
     def is_new(self, number: int, gradient: Tensor) -> bool:
         """Whether the gradient is not the one that was reduced last, or was written to since."""
-        known = self._reduced.get(number)
+        known = self._known(number)
         if known is None or not known.is_tensor(gradient):
             return True
         if known.values is not None:
@@ -186,7 +210,7 @@ class GradientPlacement:
     def is_replaced(self, number: int, gradient: Tensor) -> bool:
         """Whether this is another tensor than that which was reduced last. Writes to that one are edits of a
         reduced gradient."""
-        known = self._reduced.get(number)
+        known = self._known(number)
         if known is None or not known.is_tensor(gradient):
             return True
         if known.values is None:
@@ -197,6 +221,8 @@ class GradientPlacement:
 
     def check(self, parameters: Parameters) -> None:
         """Raise UsageError if something has touched gradients of the round while they were reduced."""
+        if (changed := self._plain.find_changed(parameters)) is not None:
+            raise self.was_replaced(changed)
         for number, (gradient, before) in self._in_place.items():
             parameter = parameters[number]
             if parameter is not None and (parameter.grad is not gradient or version(gradient) != before):
@@ -220,7 +246,8 @@ class GradientPlacement:
                     continue
                 if is_written_back:
                     gradient.copy_(values)
-                    self._reduced[number] = _Reduced(weakref.ref(gradient), _address(gradient), None, values)
+                    known = _Reduced(weakref.ref(gradient), _address(gradient), None, values)
+                    self._remember(number, known)
                 else:
                     parameter.grad = values
                     self.note(number, values)
@@ -228,11 +255,12 @@ class GradientPlacement:
 
     def forget_round(self) -> None:
         """The round has ended, or was aborted."""
+        self._plain.end_round()
         self._in_place, self._copies, self._incoming, self._streams = {}, {}, {}, {}
 
     def reduced_in_place(self, parameters: Parameters) -> list[int]:
         """Gradients of the round under way that are reduced where the program still has them."""
-        return [
+        return self._plain.in_place(parameters) + [
             number
             for number, (gradient, _) in self._in_place.items()
             if (parameter := parameters[number]) is not None and parameter.grad is gradient
@@ -241,9 +269,10 @@ class GradientPlacement:
     def transfer_from(self, other: GradientPlacement) -> None:
         """Know what `other` knows, of the parameters with these names."""
         numbers = {name: number for number, name in enumerate(self._names)}
-        for before, known in other._reduced.items():
-            if (number := numbers.get(other._names[before])) is not None:
-                self._reduced[number] = known
+        for before, name in enumerate(other._names):
+            known, number = other._known(before), numbers.get(name)
+            if known is not None and number is not None:
+                self._remember(number, known)
 
     def was_replaced(self, number: int) -> UsageError:
         """What to raise where a gradient was touched while it was reduced."""

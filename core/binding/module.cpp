@@ -7,6 +7,7 @@
 #include "binding/gil.h"
 #include "binding/py_communicator.h"
 #include "binding/py_operation.h"
+#include "binding/tensor_gradients.h"
 
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The native core of multiring. Use the multiring package instead.";
@@ -21,6 +22,7 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_named_queue(module);
   multiring::binding::bind_connect(module);
   multiring::binding::bind_network(module);
+  multiring::binding::bind_tensor_gradients(module);
   multiring::binding::bind_fork_lock(module);
   multiring::binding::watch_interpreter(module);
 }

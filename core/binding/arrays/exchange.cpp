@@ -57,6 +57,15 @@ bool describe_plainly(PyObject* object, dlpack::Tensor* tensor) {
   return api != nullptr && describe(api, object, tensor);
 }
 
+std::uintptr_t host_address(PyObject* object) {
+  const dlpack::ExchangeApi* const api = api_of(Py_TYPE(object));
+  dlpack::Tensor tensor;
+  if (api == nullptr) return 0;
+  if (api->describe(object, &tensor) != 0) return PyErr_Clear(), 0;
+  if (tensor.device.type != dlpack::kCpu) return 0;
+  return reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
+}
+
 bool in_c_order(const dlpack::Tensor& tensor) {
   if (tensor.strides == nullptr) return true;
   std::int64_t expected = 1;

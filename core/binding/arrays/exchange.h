@@ -19,6 +19,10 @@ bool holds_negatives(PyObject* object);
 /// or its memory does not hold its elements.
 bool describe_plainly(PyObject* object, dlpack::Tensor* tensor);
 
+/// The first element of an array in the host's memory whose own type has that API, whatever else it is; 0:
+/// none.
+std::uintptr_t host_address(PyObject* object);
+
 /// Whether the elements lie one after the other in C order.
 bool in_c_order(const dlpack::Tensor& tensor);
 
