@@ -24,7 +24,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, Gradient, RoundResult
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundResult
 from multiring.reductions import explain_arguments
 from multiring.state.buffer_sync import check_mode
 from multiring.types import BufferMode
@@ -38,7 +38,7 @@ __all__ = ["SolverCallback"]
 _newest: weakref.WeakKeyDictionary[Any, weakref.ref[SolverCallback]] = weakref.WeakKeyDictionary()
 
 
-class SolverCallback:
+class SolverCallback(GradientSource):
     """The two callables that `solver.add_callback` takes. Creation and `close` are collective.
 
         solver.add_callback(*SolverCallback(solver))

@@ -16,7 +16,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, Gradient, RoundResult
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundResult
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -44,7 +44,7 @@ def fill_with_zeros(parameters: Mapping[str, chainer.Parameter]) -> None:
             parameter.grad = parameter.xp.zeros_like(parameter.array)
 
 
-class GradientSlots:
+class GradientSlots(GradientSource):
     """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
 
     When the backward pass is over, gradients are reduced in the arrays that the program has, on the host or

@@ -11,7 +11,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, Gradient
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource
 from multiring.gradients.states import GradientState
 from multiring.numpy.state_broadcast import broadcast_parameters
 from multiring.reductions import explain_arguments
@@ -26,7 +26,7 @@ __all__ = ["GradientBuckets"]
 Array = NDArray[Any]
 
 
-class GradientBuckets:
+class GradientBuckets(GradientSource):
     """The gradients of one model, reduced while others are still computed. Creation is collective."""
 
     @explain_arguments

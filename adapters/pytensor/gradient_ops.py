@@ -35,7 +35,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, Gradient
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource
 from multiring.pytensor.blocking import TOKEN, BlockingOp, PerformOp, is_plain, token
 from multiring.state.check import StateCheck
 from pytensor.compile.sharedvalue import SharedVariable
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["Begin", "Finish", "Ready", "ReadyInPlace", "Round"]
 
 
-class Round:
+class Round(GradientSource):
     """The reducer as the ops see it. Implements `GradientSource`.
 
     Attributes:

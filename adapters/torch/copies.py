@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import multiring
 import torch
+from multiring import _core
 from multiring.errors import UsageError
 
-if TYPE_CHECKING:
-    from multiring.torch.hooks import GradientHooks
-
-__all__ = ["NO_HOOK", "Arrival", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
+__all__ = ["NO_HOOK", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -22,23 +20,10 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 NO_HOOK: tuple[Any, ...] = (getattr, (nullcontext(), "__exit__"))
 
 
-class Arrival:
-    """The hook of one parameter."""
-
-    __slots__ = ("_hooks", "_number")
-
-    def __init__(self, hooks: GradientHooks, number: int) -> None:
-        self._hooks = hooks
-        self._number = number
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._hooks.arrived(self._number, parameter)
-
-
 def is_hooked(parameter: torch.Tensor) -> bool:
     """Whether the parameter has a gradient hook."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(hook, Arrival) for hook in hooks.values())
+    return any(map(_core.is_arrival_hook, hooks.values()))
 
 
 class _Guard:

@@ -15,7 +15,7 @@ import torch
 from multiring.errors import UsageError
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import RoundResult
-from multiring.torch.copies import Arrival, ModelGuard, forget_copy, is_hooked
+from multiring.torch.copies import ModelGuard, forget_copy, is_hooked
 from multiring.torch.model_gradients import ModelGradients
 from multiring.torch.model_state import ModelState
 from multiring.torch.state_broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -39,6 +39,7 @@ class _Pass:
         self._hooks = hooks
         # What is taken part with, so that the parameters need not be looked up for every gradient.
         self._held = hooks._gradients.begin()
+        self._marking = hooks._gradients.begin_pass() if reduce else None
         # Callbacks of other models run in between, so that all have sent before any waits.
         self._steps = iter(hooks._steps() if reduce else ())
         self._inner: torch.utils.hooks.RemovableHandle | None = None
@@ -266,7 +267,7 @@ class GradientHooks:
         self._gradients.close()
 
     def arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """The gradient of a parameter has been accumulated."""
+        """The gradient of a parameter has been accumulated, which the hook has not marked by itself."""
         current = None if self._pass is None else self._pass()
         if current is None:
             current = self._begin_pass()
@@ -280,6 +281,10 @@ class GradientHooks:
             self._gradients.arrived(number)
         else:
             self._gradients.arrived_early(number)
+
+    def bucket_complete(self) -> None:
+        """The hook of a parameter has marked the last gradient of a bucket."""
+        self._gradients.reducer.send_complete()
 
     def _steps(self) -> tuple[Callable[[], None], ...]:
         """How a round ends."""
@@ -339,6 +344,6 @@ def _register(
     required = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes hooks on no others; they stay when it is switched off again
     before = parameter.register_hook(hooks._gradients.tensor_hook(number))  # type: ignore[no-untyped-call]
-    after = parameter.register_post_accumulate_grad_hook(Arrival(hooks, number))  # type: ignore[no-untyped-call]
+    after = parameter.register_post_accumulate_grad_hook(hooks._gradients.arrival_hook(number, hooks))  # type: ignore[no-untyped-call]
     parameter.requires_grad_(required)
     return before, after

@@ -14,7 +14,7 @@ import torch
 from multiring.errors import UsageError
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import Gradient, RoundResult
+from multiring.gradients.source import Gradient, GradientSource, RoundResult
 from multiring.gradients.states import GradientState
 from multiring.torch.buffers import as_tensor, checksum, specification
 from multiring.torch.placement import GradientPlacement
@@ -43,7 +43,7 @@ class _Plan(NamedTuple):
     indices: dict[int, int]  # in the reducer, by number
 
 
-class ModelGradients:
+class ModelGradients(GradientSource):
     """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
 
     Parameters have numbers here. The reducer knows those of them that require a gradient, by their index.
@@ -128,6 +128,15 @@ class ModelGradients:
         if self._is_repeatable:
             return self._placement.incoming_hook(number)
         return functools.partial(self._note_incoming, number)
+
+    def arrival_hook(self, number: int, adapter: object) -> Callable[[torch.Tensor], None]:
+        """Called when autograd has accumulated a gradient; see `TensorGradients.arrival_hook`."""
+        hook: Callable[[torch.Tensor], None] = self._placement.plain.arrival_hook(number, adapter)
+        return hook
+
+    def begin_pass(self) -> object:
+        """While the result lives, gradients that arrive may leave, and hooks mark them by themselves."""
+        return self._placement.plain.begin_pass() if self._is_repeatable else None
 
     def _note_incoming(self, number: int, gradient: torch.Tensor) -> None:
         self._placement.note_incoming(number, gradient)
@@ -309,6 +318,11 @@ class ModelGradients:
                 self.mark_pending(number)
         return is_any_new
 
+    def fetch_plain(self, indices: list[int]) -> tuple[list[int], list[object]]:
+        """Part of `GradientSource`."""
+        numbers = self._current.numbers
+        return self._placement.fetch_plain(self.hold(), [numbers[index] for index in indices])
+
     def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`.
 
@@ -353,6 +367,12 @@ class ModelGradients:
         reducer = GradientReducer(self._comm, specs, self._options, self, as_array=as_tensor)
         plan = _Plan(reducer, numbers, {number: index for index, number in enumerate(numbers)})
         self._plans[tuple(self._required)] = plan
+        return self._follow(plan)
+
+    def _follow(self, plan: _Plan) -> _Plan:
+        """Gradients that arrive are those of this plan."""
+        indices = [plan.indices.get(number, -1) for number in range(len(self._names))]
+        self._placement.plain.follow(plan.reducer.arrivals, indices)
         return plan
 
     def _change_plan(self) -> None:
@@ -364,7 +384,7 @@ class ModelGradients:
         plan = self._plans.pop(key := tuple(self._required), None)
         if plan is not None:
             self._plans[key] = plan
-            plan.reducer.check_same(self._comm)
+            self._follow(plan).reducer.check_same(self._comm)
         elif len(self._plans) == _MAX_PLANS:
             self._plans.pop(next(iter(self._plans))).reducer.close()
         self._plan = plan = plan or self._make_plan()

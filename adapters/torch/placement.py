@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
+from multiring import _core
 from multiring.errors import UsageError
 from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.torch.buffers import dense_strides, overlaps_itself
@@ -30,7 +31,8 @@ __all__ = ["GradientPlacement", "Parameters"]
 Tensor = torch.Tensor
 _STRIDED = torch.strided
 Bytes = NDArray[np.uint8]
-Parameters = list[Tensor | None]
+Parameters = Sequence[Tensor | None]
+ParameterList = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,9 @@ class GradientPlacement:
 
     def incoming_hook(self, number: int) -> Callable[[Tensor], None]:
         """`note_incoming` of a number."""
-        return self._plain.incoming_hook(number, functools.partial(self.note_incoming, number))
+        hook: Callable[[Tensor], None]
+        hook = self._plain.incoming_hook(number, functools.partial(self.note_incoming, number))
+        return hook
 
     def note_incoming(self, number: int, gradient: Tensor) -> None:
         """Autograd is about to accumulate this. What has its memory afterwards is what autograd has made."""
@@ -122,9 +126,24 @@ class GradientPlacement:
         if gradient.is_cuda:
             self._streams[number] = torch.cuda.current_stream(gradient.device)
 
+    @property
+    def plain(self) -> _core.TensorGradients:
+        """The usual gradients."""
+        return self._plain
+
     def form(self, number: int) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of a gradient."""
         return self._forms[number].shape, self._forms[number].dtype
+
+    def fetch_plain(self, parameters: ParameterList, numbers: list[int]) -> tuple[list[int], list[object]]:
+        """The addresses of gradients that are alone in their memory, and lie as their parameters do, and the
+        gradients; 0: `fetch` finds out more."""
+        addresses, gradients = self._plain.fetch(parameters, numbers)
+        if self._reduced:
+            for number, address in zip(numbers, addresses, strict=True):
+                if address:
+                    self._reduced.pop(number, None)
+        return addresses, gradients
 
     def fetch(self, number: int, gradient: Tensor) -> Gradient:
         """Where the gradient is to be reduced. The current stream of its device waits for the one on which
@@ -137,11 +156,6 @@ class GradientPlacement:
         Raises:
             UsageError: It has another form than its parameter had.
         """
-        address = self._plain.fetch(number, gradient)
-        if address:
-            if self._reduced:
-                self._reduced.pop(number, None)
-            return Gradient(address, gradient)
         form = self._forms[number]
         if gradient.dtype is not form.dtype or gradient.shape != form.shape or gradient.device != form.device:
             raise self._has_become(number, gradient)
@@ -178,9 +192,7 @@ class GradientPlacement:
 
     def note(self, number: int, gradient: Tensor) -> None:
         """This is a reduced gradient."""
-        self._remember(
-            number, _Reduced(weakref.ref(gradient), _address(gradient), version(gradient), None)
-        )
+        self._remember(number, _Reduced(weakref.ref(gradient), _address(gradient), version(gradient), None))
 
     def _remember(self, number: int, reduced: _Reduced) -> None:
         self._plain.forget(number)
@@ -189,7 +201,10 @@ class GradientPlacement:
     def _known(self, number: int) -> _Reduced | None:
         """What was reduced last."""
         plain = self._plain.reduced(number)
-        return self._reduced.get(number) if plain is None else _Reduced(*plain, None)
+        if plain is None:
+            return self._reduced.get(number)
+        tensor, address, now = plain
+        return _Reduced(tensor, address, now, None)
 
     def is_kept(self, number: int, gradient: Tensor) -> bool:
         """Whether this is the tensor that was reduced last, not zeroed since."""
@@ -219,7 +234,7 @@ class GradientPlacement:
             known.values.copy_(gradient.detach())  # what tells it from a new one later
         return False
 
-    def check(self, parameters: Parameters) -> None:
+    def check(self, parameters: ParameterList) -> None:
         """Raise UsageError if something has touched gradients of the round while they were reduced."""
         if (changed := self._plain.find_changed(parameters)) is not None:
             raise self.was_replaced(changed)
@@ -258,7 +273,7 @@ class GradientPlacement:
         self._plain.end_round()
         self._in_place, self._copies, self._incoming, self._streams = {}, {}, {}, {}
 
-    def reduced_in_place(self, parameters: Parameters) -> list[int]:
+    def reduced_in_place(self, parameters: ParameterList) -> list[int]:
         """Gradients of the round under way that are reduced where the program still has them."""
         return self._plain.in_place(parameters) + [
             number

@@ -2,6 +2,7 @@
 
 #include "binding/arrays/devices.h"
 #include "binding/arrays/result.h"
+#include "binding/arrivals.h"
 #include "binding/errors.h"
 #include "binding/fork_lock.h"
 #include "binding/gil.h"
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_named_queue(module);
   multiring::binding::bind_connect(module);
   multiring::binding::bind_network(module);
+  multiring::binding::bind_arrivals(module);
   multiring::binding::bind_tensor_gradients(module);
   multiring::binding::bind_fork_lock(module);
   multiring::binding::watch_interpreter(module);

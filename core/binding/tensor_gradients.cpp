@@ -1,6 +1,7 @@
 #include "binding/tensor_gradients.h"
 
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstdint>
 #include <deque>
@@ -12,6 +13,7 @@
 
 #include "binding/arrays/array_view.h"
 #include "binding/arrays/exchange.h"
+#include "binding/arrivals.h"
 
 namespace multiring::binding {
 namespace {
@@ -54,6 +56,11 @@ struct Form {
   }
 };
 
+using Parameters = py::typing::List<py::typing::Optional<py::object>>;
+
+/// One backward pass, which autograd holds.
+struct Pass {};
+
 /// The gradients of a model that are reduced in their own memory, by the numbers of its parameters: what an
 /// adapter would note of each in objects of its own, which a backward pass has pushed out of the caches.
 class TensorGradients {
@@ -76,20 +83,53 @@ class TensorGradients {
     if (entry.form == nullptr) entry.form = &forms_.emplace_back(std::move(form));
   }
 
-  std::uintptr_t fetch(std::size_t number, py::handle gradient) {
-    Entry& entry = entries_.at(number);
-    dlpack::Tensor tensor;
-    if (entry.form == nullptr || !describe_plainly(gradient.ptr(), &tensor) || !entry.form->fits(tensor) ||
-        alone_ <= 0 || users_of(gradient) != alone_)
-      return 0;
-    entry.version = version_of(gradient);
-    entry.address = reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
-    entry.weak = py::object();
-    entry.gradient = py::reinterpret_borrow<py::object>(gradient);
-    return entry.address;
+  /// The addresses of those gradients that look so, are alone in their memory, and are reduced there from now
+  /// on, and the gradients; 0 and whatever there is for others.
+  std::pair<py::typing::List<std::uintptr_t>, py::typing::List<py::object>> fetch(
+      const Parameters& parameters, const std::vector<std::size_t>& numbers) {
+    static PyObject* const name = kept_name("grad");
+    std::pair<py::typing::List<std::uintptr_t>, py::typing::List<py::object>> found{py::list(numbers.size()),
+                                                                                    py::list(numbers.size())};
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+      Entry& entry = entries_.at(numbers[i]);
+      const py::handle parameter = PyList_GET_ITEM(parameters.ptr(), static_cast<Py_ssize_t>(numbers[i]));
+      py::object gradient = parameter.is_none() ? py::none() : attribute_of(parameter, name);
+      if (!gradient) throw py::error_already_set();
+      const std::uintptr_t address = gradient.is_none() ? 0 : take(entry, gradient);
+      PyList_SET_ITEM(found.first.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromSize_t(address));
+      PyList_SET_ITEM(found.second.ptr(), static_cast<Py_ssize_t>(i), gradient.release().ptr());
+    }
+    return found;
   }
 
-  std::optional<std::size_t> find_changed(const py::list& parameters) const {
+  void follow(std::shared_ptr<Arrivals> arrivals, std::vector<std::int64_t> indices) {
+    if (indices.size() != entries_.size()) throw_usage("as many indices as parameters are needed");
+    arrivals_ = std::move(arrivals);
+    indices_ = std::move(indices);
+  }
+
+  /// While the result lives, gradients that arrive are marked.
+  std::shared_ptr<Pass> begin_pass() {
+    auto pass = std::make_shared<Pass>();
+    pass_ = pass;
+    return pass;
+  }
+
+  /// Mark the gradient of a parameter; nothing: it is not for this class to do that.
+  std::optional<Arrivals::Found> arrived(std::size_t number, py::handle parameter) {
+    static PyObject* const name = kept_name("grad");
+    static PyObject* const required = kept_name("requires_grad");
+    if (pass_.expired() || arrivals_ == nullptr || !arrivals_->is_open() || indices_[number] < 0)
+      return std::nullopt;
+    const py::object gradient = attribute_of(parameter, name);
+    if (!gradient || gradient.is_none()) return PyErr_Clear(), std::nullopt;
+    const py::object requires_gradient = attribute_of(gradient, required);
+    if (!requires_gradient.is(py::handle(Py_False))) return PyErr_Clear(), std::nullopt;
+    const Arrivals::Found found = arrivals_->mark(static_cast<std::size_t>(indices_[number]));
+    return found == Arrivals::kSecond ? std::nullopt : std::optional(found);
+  }
+
+  std::optional<std::size_t> find_changed(const Parameters& parameters) const {
     for (std::size_t number = 0; number < entries_.size(); ++number) {
       const Entry& entry = entries_[number];
       const py::handle parameter = PyList_GET_ITEM(parameters.ptr(), static_cast<Py_ssize_t>(number));
@@ -100,7 +140,7 @@ class TensorGradients {
     return std::nullopt;
   }
 
-  std::vector<std::size_t> in_place(const py::list& parameters) const {
+  std::vector<std::size_t> in_place(const Parameters& parameters) const {
     std::vector<std::size_t> found;
     for (std::size_t number = 0; number < entries_.size(); ++number) {
       const py::handle parameter = PyList_GET_ITEM(parameters.ptr(), static_cast<Py_ssize_t>(number));
@@ -143,6 +183,18 @@ class TensorGradients {
     py::object weak;      // afterwards
   };
 
+  std::uintptr_t take(Entry& entry, const py::object& gradient) const {
+    dlpack::Tensor tensor;
+    if (entry.form == nullptr || !describe_plainly(gradient.ptr(), &tensor) || !entry.form->fits(tensor) ||
+        alone_ <= 0 || users_of(gradient) != alone_)
+      return 0;
+    entry.version = version_of(gradient);
+    entry.address = reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
+    entry.weak = py::object();
+    entry.gradient = gradient;
+    return entry.address;
+  }
+
   static bool has(py::handle parameter, const py::object& gradient) {
     static PyObject* const name = kept_name("grad");
     const py::object now = attribute_of(parameter, name);
@@ -172,38 +224,70 @@ class TensorGradients {
   std::deque<Form> forms_;
   py::object count_users_;
   std::int64_t alone_ = 0;
+  std::shared_ptr<Arrivals> arrivals_;
+  std::vector<std::int64_t> indices_;  // in the reducer whose arrivals these are, by number; -1: not there
+  std::weak_ptr<Pass> pass_;
 };
 
-/// A plain C function of Python, which autograd calls with each gradient.
-struct IncomingHook {
+/// A plain C function of Python, which autograd calls: with a gradient that it is about to accumulate, or
+/// with a parameter that has got one.
+struct Hook {
   std::shared_ptr<TensorGradients> gradients;
   std::size_t number;
-  py::object otherwise;
+  py::object adapter;
 };
 
-constexpr const char* kIncomingHook = "multiring.IncomingHook";
+constexpr const char* kHook = "multiring.GradientHook";
 
-PyObject* note_incoming(PyObject* self, PyObject* gradient) {
-  const auto* hook = static_cast<const IncomingHook*>(PyCapsule_GetPointer(self, kIncomingHook));
-  if (hook == nullptr) return nullptr;
+PyObject* note_incoming(const Hook& hook, PyObject* gradient) {
   const std::uintptr_t address = host_address(gradient);
-  hook->gradients->set_incoming(hook->number, address);
+  hook.gradients->set_incoming(hook.number, address);
   if (address != 0) Py_RETURN_NONE;
-  return PyObject_CallOneArg(hook->otherwise.ptr(), gradient);
+  return PyObject_CallOneArg(hook.adapter.ptr(), gradient);
 }
 
-PyMethodDef note_incoming_method = {"note_incoming", note_incoming, METH_O, nullptr};
+PyObject* note_arrived(const Hook& hook, PyObject* parameter) {
+  static PyObject* const arrived = kept_name("arrived");
+  static PyObject* const complete = kept_name("bucket_complete");
+  const auto found = hook.gradients->arrived(hook.number, parameter);
+  if (found == Arrivals::kWaits) Py_RETURN_NONE;
+  if (found == Arrivals::kComplete) return PyObject_CallMethodNoArgs(hook.adapter.ptr(), complete);
+  const py::int_ number(hook.number);
+  return PyObject_CallMethodObjArgs(hook.adapter.ptr(), arrived, number.ptr(), parameter, nullptr);
+}
 
-py::object incoming_hook(std::shared_ptr<TensorGradients> gradients, std::size_t number,
-                         py::object otherwise) {
-  const py::capsule self(new IncomingHook{std::move(gradients), number, std::move(otherwise)}, kIncomingHook,
-                         [](void* pointer) { delete static_cast<IncomingHook*>(pointer); });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&note_incoming_method, self.ptr()));
+template <PyObject* (*Note)(const Hook&, PyObject*)>
+PyObject* call_hook(PyObject* self, PyObject* tensor) {
+  try {
+    const auto* const hook = static_cast<const Hook*>(PyCapsule_GetPointer(self, kHook));
+    return hook == nullptr ? nullptr : Note(*hook, tensor);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyMethodDef incoming_method = {"note_incoming", call_hook<note_incoming>, METH_O, nullptr};
+PyMethodDef arrived_method = {"note_arrived", call_hook<note_arrived>, METH_O, nullptr};
+
+template <PyMethodDef* Method>
+py::object make_hook(std::shared_ptr<TensorGradients> gradients, std::size_t number, py::object adapter) {
+  const py::capsule self(new Hook{std::move(gradients), number, std::move(adapter)}, kHook,
+                         [](void* pointer) { delete static_cast<Hook*>(pointer); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(Method, self.ptr()));
+}
+
+bool is_arrival_hook(py::handle object) {
+  return PyCFunction_Check(object.ptr()) != 0 &&
+         PyCFunction_GET_FUNCTION(object.ptr()) == call_hook<note_arrived>;
 }
 
 }  // namespace
 
 void bind_tensor_gradients(py::module_& module) {
+  py::class_<Pass, std::shared_ptr<Pass>>(module, "TensorPass", "A backward pass.");
   py::class_<TensorGradients, std::shared_ptr<TensorGradients>>(
       module, "TensorGradients", "The gradients of a model that are reduced in their own memory, by number.")
       .def(py::init<std::size_t, py::object, py::handle>(), py::arg("count"), py::arg("count_users"),
@@ -212,10 +296,14 @@ void bind_tensor_gradients(py::module_& module) {
            "nothing.")
       .def("expect", &TensorGradients::expect, py::arg("number"), py::arg("like"), py::arg("strides"),
            "What a gradient will look like: a tensor of its dtype and shape, and strides.")
-      .def("fetch", &TensorGradients::fetch, py::arg("number"), py::arg("gradient"),
-           "The address of a gradient that looks so, is alone in its memory, and is reduced there from now "
-           "on;\n"
-           "0: it is not like that.")
+      .def("fetch", &TensorGradients::fetch, py::arg("parameters"), py::arg("numbers"),
+           "The addresses of gradients that look so, are alone in their memory, and are reduced there from "
+           "now\n"
+           "on, and the gradients; 0 for one that is not like that.")
+      .def("follow", &TensorGradients::follow, py::arg("arrivals"), py::arg("indices"),
+           "Whose arrivals are marked; for each number the index there, or -1.")
+      .def("begin_pass", &TensorGradients::begin_pass,
+           "While the result lives, gradients that arrive are marked.")
       .def("find_changed", &TensorGradients::find_changed, py::arg("parameters"),
            "The first of the round that its parameter does not have any more, or that was written to.")
       .def("in_place", &TensorGradients::in_place, py::arg("parameters"),
@@ -226,8 +314,13 @@ void bind_tensor_gradients(py::module_& module) {
       .def("forget", &TensorGradients::forget, py::arg("number"), "Another one is the last that was reduced.")
       .def("incoming", &TensorGradients::incoming, py::arg("number"),
            "Where the gradient was that autograd has accumulated in this round; 0: not known here.")
-      .def("incoming_hook", &incoming_hook, py::arg("number"), py::arg("otherwise"),
-           "A function that notes where a tensor is, or calls `otherwise` with it.");
+      .def("incoming_hook", &make_hook<&incoming_method>, py::arg("number"), py::arg("adapter"),
+           "A function that notes where a tensor is, or calls `adapter` with it.")
+      .def("arrival_hook", &make_hook<&arrived_method>, py::arg("number"), py::arg("adapter"),
+           "A function that marks a parameter's gradient. It calls adapter.bucket_complete() where that was "
+           "the\n"
+           "last of a bucket, and adapter.arrived(number, parameter) where there is more to do.");
+  module.def("is_arrival_hook", &is_arrival_hook, py::arg("hook"));
 }
 
 }  // namespace multiring::binding

@@ -13,6 +13,7 @@ import numpy.typing
 __all__: list[str] = [
     "AlgorithmRow",
     "ArrayReduction",
+    "Arrivals",
     "Channel",
     "Cluster",
     "CommDtype",
@@ -37,6 +38,8 @@ __all__: list[str] = [
     "Result",
     "StandardFloatMode",
     "Step",
+    "TensorGradients",
+    "TensorPass",
     "Work",
     "WorldOptions",
     "address_of",
@@ -59,6 +62,7 @@ __all__: list[str] = [
     "find_device_libraries",
     "has_plans",
     "interface_addresses",
+    "is_arrival_hook",
     "keep_times",
     "mpi_library",
     "own_addresses",
@@ -878,6 +882,123 @@ class WorldOptions(JobSettings):
     @size.setter
     def size(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
 
+class Arrivals:
+    """
+    Which gradients of a round have arrived.
+    """
+    def __init__(self, states: typing.Annotated[numpy.typing.ArrayLike, numpy.uint8]) -> None:
+        """
+        states: of GradientState, shared.
+        """
+    def are_ready(self, bucket: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        All are, and have not been sent.
+        """
+    def begin(self) -> None: ...
+    def clear_order(self) -> None: ...
+    def end(self) -> None: ...
+    def is_complete(self, bucket: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
+    def mark(self, index: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        A gradient is final: 0, 1 if it was the last of its bucket, 2 if its bucket has left.
+        """
+    def order(self) -> list[int]:
+        """
+        In which order gradients have arrived.
+        """
+    def set_buckets(
+        self,
+        buckets: collections.abc.Sequence[
+            collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
+        ],
+    ) -> None:
+        """
+        The indices of each bucket.
+        """
+    def set_sent(self, bucket: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        All leave.
+        """
+    def stop_recording(self) -> None: ...
+
+class TensorPass:
+    """
+    A backward pass.
+    """
+
+class TensorGradients:
+    """
+    The gradients of a model that are reduced in their own memory, by number.
+    """
+    def __init__(
+        self, count: typing.SupportsInt | typing.SupportsIndex, count_users: typing.Any, alone: typing.Any
+    ) -> None:
+        """
+        count_users: how many share a storage, by its _cdata, or None; alone: a tensor that shares nothing.
+        """
+    def arrival_hook(
+        self, number: typing.SupportsInt | typing.SupportsIndex, adapter: typing.Any
+    ) -> typing.Any:
+        """
+        A function that marks a parameter's gradient. It calls adapter.bucket_complete() where that was the
+        last of a bucket, and adapter.arrived(number, parameter) where there is more to do.
+        """
+    def begin_pass(self) -> TensorPass:
+        """
+        While the result lives, gradients that arrive are marked.
+        """
+    def end_round(self) -> None: ...
+    def expect(
+        self,
+        number: typing.SupportsInt | typing.SupportsIndex,
+        like: typing.Any,
+        strides: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    ) -> None:
+        """
+        What a gradient will look like: a tensor of its dtype and shape, and strides.
+        """
+    def fetch(
+        self,
+        parameters: list[typing.Any | None],
+        numbers: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    ) -> tuple[list[int], list[typing.Any]]:
+        """
+        The addresses of gradients that look so, are alone in their memory, and are reduced there from now
+        on, and the gradients; 0 for one that is not like that.
+        """
+    def find_changed(self, parameters: list[typing.Any | None]) -> int | None:
+        """
+        The first of the round that its parameter does not have any more, or that was written to.
+        """
+    def follow(
+        self, arrivals: Arrivals, indices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
+    ) -> None:
+        """
+        Whose arrivals are marked; for each number the index there, or -1.
+        """
+    def forget(self, number: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Another one is the last that was reduced.
+        """
+    def in_place(self, parameters: list[typing.Any | None]) -> list[int]:
+        """
+        Those of the round that their parameters still have.
+        """
+    def incoming(self, number: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        Where the gradient was that autograd has accumulated in this round; 0: not known here.
+        """
+    def incoming_hook(
+        self, number: typing.SupportsInt | typing.SupportsIndex, adapter: typing.Any
+    ) -> typing.Any:
+        """
+        A function that notes where a tensor is, or calls `adapter` with it.
+        """
+    def reduced(self, number: typing.SupportsInt | typing.SupportsIndex) -> typing.Any:
+        """
+        What was reduced last: a weak reference, address and version; None: nothing, or not here.
+        """
+
 def address_of(array: numpy.ndarray) -> int:
     """
     Address of the first element.
@@ -1008,6 +1129,7 @@ def interface_addresses(interfaces: collections.abc.Sequence[str]) -> list[tuple
     Interface, address and network bits of all that ranks on other hosts are reached by.
     """
 
+def is_arrival_hook(hook: typing.Any) -> bool: ...
 def keep_times(kept: bool) -> None:
     """
     Whether work that is made from now on keeps its times.

@@ -17,7 +17,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, Gradient
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource
 from multiring.state.check import StateCheck
 from multiring.tensorflow.variables import describe_variables, named_variables
 
@@ -30,7 +30,7 @@ Tensor = Any
 Array = NDArray[Any]
 
 
-class HostReduction:
+class HostReduction(GradientSource):
     """Reduces the gradients of a fixed list of variables through the shared reducer. Creation is collective.
 
     Arrays of any backend are copied to the reducer's buckets and the results back. Inside a function that JAX

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring import _core
 from multiring.arrays import multiply
 from multiring.errors import InternalError
 from multiring.gradients.bucket_exchange import wait_for
@@ -30,7 +31,7 @@ from multiring.gradients.participation import answer_rounds
 from multiring.gradients.refusals import cleared_too_late, one_array, second_gradient
 from multiring.gradients.round import Round
 from multiring.gradients.same_data import SameDataCheck
-from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundResult
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundResult, host_gradients
 from multiring.gradients.states import GradientState, GradientStates
 from multiring.gradients.top_k import TopKExchange, make_exchange
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from multiring.work import Work
 
 __all__ = ["GradientReducer"]
+
+_COMPLETE, _SECOND = 1, 2  # what `Arrivals.mark` finds
 
 
 class GradientReducer:
@@ -89,10 +92,12 @@ class GradientReducer:
         # A cycle would keep the buckets of a dropped model until the garbage collector comes.
         self._source = weakref.ref(source)
         self.states = GradientStates(len(self.specs))
-        self._arrivals: list[int] | None = []
+        self._arrivals = _core.Arrivals(self.states.all)
+        self._is_first_round = True  # which has not sent all
         self._round: Round | None = None
         # Layers are usually registered in forward order, so gradients arrive last to first.
         self.plan = options.plan(self.specs, range(len(self.specs) - 1, -1, -1), self._size)
+        self._set_members()
         self.generation = 0
         self._memory = BucketMemory(self._comm, self.plan, self.specs, options, as_array)
         self._exchange = make_exchange(self._comm, self._memory, self.specs, options)
@@ -107,6 +112,11 @@ class GradientReducer:
     def comm(self) -> Communicator | None:
         """The reducer's own communicator; None with one rank."""
         return self._comm
+
+    @property
+    def arrivals(self) -> _core.Arrivals:
+        """What native hooks mark."""
+        return self._arrivals
 
     @property
     def is_open(self) -> bool:
@@ -150,18 +160,19 @@ class GradientReducer:
             UsageError: It has already been sent in this round, or two gradients of a bucket that leaves are
                 one array.
         """
-        current = self._round or self._begin()
-        if not self.states.set_ready(index):
-            if self.states[index] is GradientState.SENT:
-                raise second_gradient(self._rank, self.specs[index].name)
-            return
-        if self._arrivals is not None:
-            self._arrivals.append(index)
-        pending, number = current.pending, self._memory.bucket_of[index]
-        pending[number] -= 1
-        if not pending[number]:
-            while len(current.works) < len(pending) and not pending[len(current.works)]:
-                self._send(current, joined=False)
+        if self._round is None:
+            self._begin()
+        found = self._arrivals.mark(index)
+        if found == _COMPLETE:
+            self.send_complete()
+        elif found == _SECOND:
+            raise second_gradient(self._rank, self.specs[index].name)
+
+    def send_complete(self) -> None:
+        """Send the buckets that are complete, where a native hook has marked the last gradient of one."""
+        current, count = self._round or self._begin(), len(self.plan.buckets)
+        while len(current.works) < count and self._arrivals.is_complete(len(current.works)):
+            self._send(current, joined=False)
 
     def flush(self, *, joined: bool = False) -> None:
         """Send all buckets that have not left, with what the source has for them.
@@ -175,12 +186,14 @@ class GradientReducer:
         current = self._round or self._begin()
         for _ in self.plan.buckets[len(current.works) :]:
             self._send(current, joined=joined)
-        if self._comm is not None and self._arrivals is not None:
-            rest = sorted(set(range(len(self.specs))) - set(self._arrivals), reverse=True)
-            order = np.array([*self._arrivals, *rest], dtype=np.int64)
+        if self._comm is not None and self._is_first_round:
+            arrived = self._arrivals.order()
+            rest = sorted(set(range(len(self.specs))) - set(arrived), reverse=True)
+            order = np.array([*arrived, *rest], dtype=np.int64)
             name = f"{self.options.name}: order of arrival"
             current.order = (order, self._comm.broadcast_async(order, root=0, out=order, name=name))
-        self._arrivals = None
+        self._is_first_round = False
+        self._arrivals.stop_recording()
         self._same_data.send()
 
     def finish(self, *, joined: bool = False) -> RoundResult:
@@ -201,6 +214,7 @@ class GradientReducer:
             result = self._collect(current)
         finally:
             self._round = None
+            self._arrivals.end()
             self.states.forget_new()
         self.states.set_reduced(result.produced)
         self._same_data.end_round()
@@ -243,8 +257,8 @@ class GradientReducer:
         """
         current, self._round = self._round, None
         self.states.forget_new()
-        if self._arrivals is not None:
-            self._arrivals = []
+        self._arrivals.end()
+        self._arrivals.clear_order()
         if current is None:
             return
         wait_for(current.works)
@@ -304,14 +318,20 @@ class GradientReducer:
     def close(self) -> None:
         """Release the communicator and the buckets. May be called twice."""
         self._round = None
+        self._arrivals.end()
         comm, self._comm = self._comm, None
         if comm is not None:
             self._exchange = None
             del self._memory
             comm.close()
 
+    def _set_members(self) -> None:
+        self._members = [[slot.index for slot in bucket.slots] for bucket in self.plan.buckets]
+        self._arrivals.set_buckets(self._members)
+
     def _begin(self) -> Round:
-        self._round = Round([len(bucket.slots) for bucket in self.plan.buckets])
+        self._round = Round()
+        self._arrivals.begin()
         self._same_data.begin_round()
         return self._round
 
@@ -322,7 +342,7 @@ class GradientReducer:
         source = None if joined else self._source()
         if source is None and not joined:
             raise InternalError(f"rank {self._rank}: the source of the gradients is gone before its reducer")
-        produced = self._fetch(current, bucket, source)
+        produced = self._fetch(current, number, source)
         self._same_data.add(self._memory.read(slot.index, current.elsewhere) for slot in bucket.slots)
         if self._exchange is None:
             self._memory.raise_flags(number, produced, not joined)
@@ -332,17 +352,25 @@ class GradientReducer:
             return
         current.works.append(self._exchange.send(number, current.elsewhere, produced, not joined))
 
-    def _fetch(self, current: Round, bucket: Bucket, source: GradientSource | None) -> list[bool]:
+    def _fetch(self, current: Round, number: int, source: GradientSource | None) -> list[bool]:
         """Ask for the gradients of a bucket that leaves, and fill the slots of those that this rank lacks.
 
         Returns:
             Per slot, whether this rank has a new gradient.
         """
         set_sent, elsewhere, addresses = self.states.set_sent, current.elsewhere, current.addresses
+        indices = self._members[number]
+        found = None
+        if source is not None and self._arrivals.are_ready(number):
+            found = source.fetch_plain(indices)
+            if found is not None and self._take_plain(current, number, *found):
+                return [True] * len(indices)
         produced = []
-        for slot in bucket.slots:
-            index = slot.index
-            gradient = None if source is None else source.fetch(index)
+        for position, index in enumerate(indices):
+            if found is not None and found[0][position]:
+                gradient: Gradient | None = Gradient(found[0][position], found[1][position])
+            else:
+                gradient = None if source is None else source.fetch(index)
             if gradient is None:
                 self.states[index] = GradientState.ABSENT
                 self.slot(index)[:] = 0
@@ -361,6 +389,16 @@ class GradientReducer:
                 current.kept[index] = self._memory.read(index, elsewhere).copy()
             produced.append(is_new)
         return produced
+
+    def _take_plain(self, current: Round, number: int, addresses: list[int], owners: list[object]) -> bool:
+        """Take a bucket of which all gradients lie in memory of their own; False: not all do."""
+        known, indices = current.addresses, self._members[number]
+        if not (all(addresses) and known.keys().isdisjoint(addresses)) or len({*addresses}) < len(indices):
+            return False
+        known.update(zip(addresses, indices, strict=True))
+        current.elsewhere.update(zip(indices, host_gradients(addresses, owners), strict=True))
+        self._arrivals.set_sent(number)
+        return True
 
     def _multiply(self, current: Round, bucket: Bucket, factor: float) -> None:
         for slot in bucket.slots:
@@ -392,5 +430,6 @@ class GradientReducer:
         plan = self.options.plan(self.specs, order.tolist(), self._size)
         if plan != self.plan:
             self.plan = plan
+            self._set_members()
             self.generation += 1
             self._memory.rearrange(plan, unused=elsewhere.keys())

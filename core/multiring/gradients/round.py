@@ -22,7 +22,6 @@ class Round:
     """State of a round; parameters are given by their index.
 
     Attributes:
-        pending: Per bucket: slots that wait for their gradient.
         works: Of the buckets that have left.
         elsewhere: Gradients that are not in their slots.
         addresses: Of those elsewhere: whose it is.
@@ -31,7 +30,6 @@ class Round:
         order: Broadcast of the order of arrival.
     """
 
-    pending: list[int]
     works: list[Work | None] = field(default_factory=list)
     elsewhere: dict[int, Gradient] = field(default_factory=dict)
     addresses: dict[int, int] = field(default_factory=dict)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["IN_SLOT", "Gradient", "GradientSource", "RoundResult"]
+__all__ = ["IN_SLOT", "Gradient", "GradientSource", "RoundResult", "host_gradients"]
 
 
 class Gradient(NamedTuple):
@@ -29,12 +32,27 @@ class Gradient(NamedTuple):
     stream: int = 0
 
 
+def host_gradients(addresses: Iterable[int], owners: Iterable[object]) -> Iterator[Gradient]:
+    """Gradients in the host's memory, without Python's part of making each."""
+    return map(_MAKE, zip(addresses, owners, repeat(-1), repeat(0)))
+
+
+_MAKE: Final = functools.partial(tuple.__new__, Gradient)
+
 IN_SLOT: Final = Gradient(0, None)
 """Says that a gradient is in its slot."""
 
 
 class GradientSource(Protocol):
-    """What the reducer asks an adapter. Parameters are given by their index."""
+    """What the reducer asks an adapter, which derives from this. Parameters are given by their index."""
+
+    def fetch_plain(self, indices: list[int]) -> tuple[list[int], list[object]] | None:
+        """All gradients of a bucket that leaves, if hooks have told of each.
+
+        Returns:
+            Addresses in the host's memory, and owners; 0: `fetch` is to be asked. None: for all of them.
+        """
+        return None
 
     def fetch(self, index: int) -> Gradient | None:
         """This rank's gradient, asked for once in each round, when its bucket leaves.

@@ -13,7 +13,8 @@ __all__ = ["GradientState", "GradientStates"]
 class GradientState(IntEnum):
     """Where one of this rank's gradients is on its way.
 
-    When a round ends, what any rank had sent is `REDUCED` on all of them.
+    When a round ends, what any rank had sent is `REDUCED` on all of them. `Arrivals` of the native core knows
+    the numbers of READY and SENT.
     """
 
     ABSENT = 0  # none that the reducer knows of
@@ -23,7 +24,7 @@ class GradientState(IntEnum):
     REDUCED = 4  # what an earlier round has left, and nothing was added since
 
 
-_ABSENT, _PENDING, _READY, _SENT, _REDUCED = map(int, GradientState)  # plain numbers compare faster
+_ABSENT, _PENDING, _, _SENT, _REDUCED = map(int, GradientState)  # plain numbers compare faster
 _STATES = tuple(GradientState)  # by number: faster than the class
 
 
@@ -34,19 +35,16 @@ class GradientStates:
         self._all = np.zeros(count, np.uint8)
         self._one = self._all.data  # twice as fast as the array
 
+    @property
+    def all(self) -> NDArray[np.uint8]:
+        """The states as numbers, which may be changed. Shape (gradients,)."""
+        return self._all
+
     def __getitem__(self, index: int) -> GradientState:
         return _STATES[self._one[index]]
 
     def __setitem__(self, index: int, state: GradientState) -> None:
         self._one[index] = state
-
-    def set_ready(self, index: int) -> bool:
-        """The gradient is ready; returns False, and changes nothing, if it was, or has been sent."""
-        states = self._one
-        if _PENDING < states[index] < _REDUCED:
-            return False
-        states[index] = _READY
-        return True
 
     def set_sent(self, index: int) -> bool:
         """The gradient leaves; returns False, and changes nothing, if an earlier round contains it."""

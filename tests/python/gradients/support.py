@@ -11,12 +11,12 @@ from multiring import Communicator
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, Gradient, RoundResult
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundResult
 
 Values = NDArray[Any]
 
 
-class Source:
+class Source(GradientSource):
     """Gradients of one rank by parameter: those of `elsewhere` in arrays of their own, others in slots."""
 
     def __init__(self, comm: Communicator, specs: list[ParameterSpec], options: ReducerOptions) -> None:
