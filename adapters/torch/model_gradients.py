@@ -19,7 +19,7 @@ from multiring.gradients.states import GradientState
 from multiring.torch.buffers import as_tensor, checksum, specification
 from multiring.torch.placement import GradientPlacement
 from multiring.torch.sparse import RowExchange
-from multiring.torch.supported import check_one_device
+from multiring.torch.supported import aborted_in_use, check_one_device, frozen_meanwhile
 from multiring.torch.unreduced import exchange_replaced
 from torch.utils.weak import TensorWeakRef
 
@@ -67,6 +67,7 @@ class ModelGradients(GradientSource):
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._exchanges: dict[int, RowExchange] = {}
         self._placement = GradientPlacement(comm.rank, self._names)
+        self.plain = self._placement.plain  # those that are reduced in their own memory, which hooks mark
         self._is_repeatable = options.is_repeatable(comm.size)
         self._kept: set[int] = set()  # reduced gradients that autograd is about to add to
         self._held: weakref.ref[Held] | None = None
@@ -129,19 +130,13 @@ class ModelGradients(GradientSource):
             return self._placement.incoming_hook(number)
         return functools.partial(self._note_incoming, number)
 
-    def arrival_hook(self, number: int, adapter: object) -> Callable[[torch.Tensor], None]:
-        """Called when autograd has accumulated a gradient; see `TensorGradients.arrival_hook`."""
-        hook: Callable[[torch.Tensor], None] = self._placement.plain.arrival_hook(number, adapter)
-        return hook
-
     def begin_pass(self) -> object:
         """While the result lives, gradients that arrive may leave, and hooks mark them by themselves."""
-        return self._placement.plain.begin_pass() if self._is_repeatable else None
+        return self.plain.begin_pass() if self._is_repeatable else None
 
     def _note_incoming(self, number: int, gradient: torch.Tensor) -> None:
         self._placement.note_incoming(number, gradient)
-        before = self._gradient(number)
-        is_kept = before is not None and self._placement.is_kept(number, before)
+        is_kept = (before := self._gradient(number)) is not None and self._placement.is_kept(number, before)
         (self._kept.add if is_kept else self._kept.discard)(number)
 
     def arrived(self, number: int) -> None:
@@ -164,15 +159,8 @@ class ModelGradients(GradientSource):
         self.mark_pending(number)
 
     def _cannot_take(self, number: int) -> UsageError:
-        if number in self._kept:
-            return self._cannot_add(number)
-        name = self._names[number]
-        return UsageError(
-            f"rank {self._comm.rank}: parameter '{name}' has got a gradient, but does not require one: "
-            "it was frozen between the forward and the backward pass; freeze it before forward",
-            rank=self._comm.rank,
-            tensor=name,
-        )
+        is_kept = number in self._kept
+        return self._cannot_add(number) if is_kept else frozen_meanwhile(self._comm.rank, self._names[number])
 
     def _cannot_add(self, number: int) -> UsageError:
         """What to raise where a backward pass has added to one of those."""
@@ -184,8 +172,7 @@ class ModelGradients(GradientSource):
 
     def mark_pending(self, number: int) -> None:
         """A gradient was accumulated that a later round is to contain."""
-        plan = self._current
-        plan.reducer.mark_pending(plan.indices[number])
+        self._current.reducer.mark_pending(self._current.indices[number])
 
     def flush(self) -> None:
         """First step of the end of a round: send what has not left, and the rows of sparse gradients.
@@ -231,14 +218,7 @@ class ModelGradients(GradientSource):
             plan.reducer.cancel()
             self._placement.forget_round()
             if kept:
-                name = self._names[kept[0]]
-                raise UsageError(
-                    f"rank {self._comm.rank}: a backward pass ended with an exception while the gradient of "
-                    f"'{name}' was on its way, which may have overwritten what the program has done to it "
-                    "since; call zero_grad(set_to_none=True) after such an exception",
-                    rank=self._comm.rank,
-                    tensor=name,
-                )
+                raise aborted_in_use(self._comm.rank, self._names[kept[0]])
 
     def join(self, after_round: Callable[[RoundResult], None]) -> int:
         """Answer the rounds of ranks that still have data; returns one that had to the end. Collective.
@@ -342,8 +322,7 @@ class ModelGradients(GradientSource):
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient where this one had none."""
         plan = self._current
-        number = plan.numbers[index]
-        parameter = self.hold()[number]
+        parameter = self.hold()[number := plan.numbers[index]]
         if parameter is not None:
             self._placement.publish(number, parameter, plan.reducer.slot(index))
 
@@ -371,8 +350,7 @@ class ModelGradients(GradientSource):
 
     def _follow(self, plan: _Plan) -> _Plan:
         """Gradients that arrive are those of this plan."""
-        indices = [plan.indices.get(number, -1) for number in range(len(self._names))]
-        self._placement.plain.follow(plan.reducer.arrivals, indices)
+        self.plain.follow(plan.reducer.arrivals, [plan.indices.get(n, -1) for n in range(len(self._names))])
         return plan
 
     def _change_plan(self) -> None:

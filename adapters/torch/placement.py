@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
-from multiring import _core
 from multiring.errors import UsageError
 from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.torch.buffers import dense_strides, overlaps_itself
@@ -98,7 +97,7 @@ class GradientPlacement:
         self._rank, self._names = rank, names
         self._forms: dict[int, _Form] = {}
         # The usual ones. What is said below of a number is so if nothing is said of it there.
-        self._plain = plain_gradients(len(names))
+        self.plain = plain_gradients(len(names))
         self._reduced: dict[int, _Reduced] = {}
         # Of the round under way: those that are reduced in their own memory, and their versions; the others.
         self._in_place: dict[int, tuple[Tensor, int]] = {}
@@ -112,12 +111,12 @@ class GradientPlacement:
         form = _Form.of(parameter, is_sparse=is_sparse)
         self._forms[number] = next((known for known in self._forms.values() if known == form), form)
         if parameter.is_cpu and not is_sparse:
-            self._plain.expect(number, form.empty(), form.stride)
+            self.plain.expect(number, form.empty(), form.stride)
 
     def incoming_hook(self, number: int) -> Callable[[Tensor], None]:
         """`note_incoming` of a number."""
         hook: Callable[[Tensor], None]
-        hook = self._plain.incoming_hook(number, functools.partial(self.note_incoming, number))
+        hook = self.plain.incoming_hook(number, functools.partial(self.note_incoming, number))
         return hook
 
     def note_incoming(self, number: int, gradient: Tensor) -> None:
@@ -126,11 +125,6 @@ class GradientPlacement:
         if gradient.is_cuda:
             self._streams[number] = torch.cuda.current_stream(gradient.device)
 
-    @property
-    def plain(self) -> _core.TensorGradients:
-        """The usual gradients."""
-        return self._plain
-
     def form(self, number: int) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of a gradient."""
         return self._forms[number].shape, self._forms[number].dtype
@@ -138,7 +132,7 @@ class GradientPlacement:
     def fetch_plain(self, parameters: ParameterList, numbers: list[int]) -> tuple[list[int], list[object]]:
         """The addresses of gradients that are alone in their memory, and lie as their parameters do, and the
         gradients; 0: `fetch` finds out more."""
-        addresses, gradients = self._plain.fetch(parameters, numbers)
+        addresses, gradients = self.plain.fetch(parameters, numbers)
         if self._reduced:
             for number, address in zip(numbers, addresses, strict=True):
                 if address:
@@ -175,7 +169,7 @@ class GradientPlacement:
             self._remember(number, _Reduced(weakref.ref(gradient), buffer.address, now, None))
             self._in_place[number] = gradient, now
             return buffer
-        incoming = self._plain.incoming(number) or self._incoming.get(number)
+        incoming = self.plain.incoming(number) or self._incoming.get(number)
         is_own = not is_usable or overlaps_itself(gradient) or incoming == _address(gradient)
         known = None if is_own else self._known(number)
         values = form.empty() if known is None or known.values is None else known.values
@@ -195,12 +189,12 @@ class GradientPlacement:
         self._remember(number, _Reduced(weakref.ref(gradient), _address(gradient), version(gradient), None))
 
     def _remember(self, number: int, reduced: _Reduced) -> None:
-        self._plain.forget(number)
+        self.plain.forget(number)
         self._reduced[number] = reduced
 
     def _known(self, number: int) -> _Reduced | None:
         """What was reduced last."""
-        plain = self._plain.reduced(number)
+        plain = self.plain.reduced(number)
         if plain is None:
             return self._reduced.get(number)
         tensor, address, now = plain
@@ -236,7 +230,7 @@ class GradientPlacement:
 
     def check(self, parameters: ParameterList) -> None:
         """Raise UsageError if something has touched gradients of the round while they were reduced."""
-        if (changed := self._plain.find_changed(parameters)) is not None:
+        if (changed := self.plain.find_changed(parameters)) is not None:
             raise self.was_replaced(changed)
         for number, (gradient, before) in self._in_place.items():
             parameter = parameters[number]
@@ -270,12 +264,12 @@ class GradientPlacement:
 
     def forget_round(self) -> None:
         """The round has ended, or was aborted."""
-        self._plain.end_round()
+        self.plain.end_round()
         self._in_place, self._copies, self._incoming, self._streams = {}, {}, {}, {}
 
     def reduced_in_place(self, parameters: ParameterList) -> list[int]:
         """Gradients of the round under way that are reduced where the program still has them."""
-        return self._plain.in_place(parameters) + [
+        return self.plain.in_place(parameters) + [
             number
             for number, (gradient, _) in self._in_place.items()
             if (parameter := parameters[number]) is not None and parameter.grad is gradient

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from multiring.errors import UsageError
 
-__all__ = ["check_autograd", "check_module", "check_one_device"]
+__all__ = ["aborted_in_use", "check_autograd", "check_module", "check_one_device", "frozen_meanwhile"]
 
 # By where they are defined, so that a program that has not imported them need not.
 _WRAPPERS = (
@@ -70,3 +70,24 @@ def check_autograd(rank: int) -> None:
             "rewritten; leave out torch._dynamo.config.compiled_autograd (torch.compile of the model works "
             "without it)"
         )
+
+
+def frozen_meanwhile(rank: int, name: str) -> UsageError:
+    """What to raise where a parameter that requires no gradient has got one."""
+    return UsageError(
+        f"rank {rank}: parameter '{name}' has got a gradient, but does not require one: it was frozen "
+        "between the forward and the backward pass; freeze it before forward",
+        rank=rank,
+        tensor=name,
+    )
+
+
+def aborted_in_use(rank: int, name: str) -> UsageError:
+    """What to raise where the program has kept a gradient of a pass that was aborted."""
+    return UsageError(
+        f"rank {rank}: a backward pass ended with an exception while the gradient of '{name}' was on its "
+        "way, which may have overwritten what the program has done to it since; call "
+        "zero_grad(set_to_none=True) after such an exception",
+        rank=rank,
+        tensor=name,
+    )

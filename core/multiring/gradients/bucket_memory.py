@@ -54,7 +54,8 @@ class BucketMemory:
         arrays: Per bucket, the array to reduce: all slots and flags, shape (elements,).
         names: Per bucket, what error messages call it; the same on every rank.
         bucket_of: Per parameter, the number of its bucket.
-        indices: Per bucket, the parameters of its slots.
+        members: Per bucket, the parameters of its slots.
+        indices: The same as arrays.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class BucketMemory:
         self._views: list[NDArray[Any]] = []
         self._slots = {slot.index: slot for bucket in plan.buckets for slot in bucket.slots}
         self.bucket_of = {slot.index: k for k, bucket in enumerate(plan.buckets) for slot in bucket.slots}
-        self.indices = [np.array([slot.index for slot in b.slots], np.intp) for b in plan.buckets]
+        self.members = [[slot.index for slot in b.slots] for b in plan.buckets]
+        self.indices = [np.array(members, np.intp) for members in self.members]
         self._flags = [self._flag_view(bucket) for bucket in plan.buckets]
         scale, title = self._options.scale, self._options.name
         self._raised = [flag_bits(bucket.dtype, scale, self._size) for bucket in plan.buckets]

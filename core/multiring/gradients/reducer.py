@@ -25,13 +25,14 @@ from multiring.errors import InternalError
 from multiring.gradients.bucket_exchange import wait_for
 from multiring.gradients.bucket_memory import BucketMemory, Bytes, numpy_array
 from multiring.gradients.bucketing import Bucket, ParameterSpec
+from multiring.gradients.departure import Departure
 from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions, check_interval, check_parameters
 from multiring.gradients.participation import answer_rounds
-from multiring.gradients.refusals import cleared_too_late, one_array, second_gradient
+from multiring.gradients.refusals import cleared_too_late, second_gradient
 from multiring.gradients.round import Round
 from multiring.gradients.same_data import SameDataCheck
-from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundResult, host_gradients
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundResult
 from multiring.gradients.states import GradientState, GradientStates
 from multiring.gradients.top_k import TopKExchange, make_exchange
 
@@ -97,9 +98,10 @@ class GradientReducer:
         self._round: Round | None = None
         # Layers are usually registered in forward order, so gradients arrive last to first.
         self.plan = options.plan(self.specs, range(len(self.specs) - 1, -1, -1), self._size)
-        self._set_members()
         self.generation = 0
         self._memory = BucketMemory(self._comm, self.plan, self.specs, options, as_array)
+        self._arrivals.set_buckets(self._memory.members)
+        self._departure = Departure(comm.rank, self.specs, self.states, self._arrivals, self._memory)
         self._exchange = make_exchange(self._comm, self._memory, self.specs, options)
         self._same_data = SameDataCheck(self._comm, check_interval(comm.rank, options.check_every))
 
@@ -322,12 +324,8 @@ class GradientReducer:
         comm, self._comm = self._comm, None
         if comm is not None:
             self._exchange = None
-            del self._memory
+            del self._memory, self._departure
             comm.close()
-
-    def _set_members(self) -> None:
-        self._members = [[slot.index for slot in bucket.slots] for bucket in self.plan.buckets]
-        self._arrivals.set_buckets(self._members)
 
     def _begin(self) -> Round:
         self._round = Round()
@@ -342,7 +340,7 @@ class GradientReducer:
         source = None if joined else self._source()
         if source is None and not joined:
             raise InternalError(f"rank {self._rank}: the source of the gradients is gone before its reducer")
-        produced = self._fetch(current, number, source)
+        produced = self._departure.fetch(current, number, source)
         self._same_data.add(self._memory.read(slot.index, current.elsewhere) for slot in bucket.slots)
         if self._exchange is None:
             self._memory.raise_flags(number, produced, not joined)
@@ -351,54 +349,6 @@ class GradientReducer:
             current.works.append(None)
             return
         current.works.append(self._exchange.send(number, current.elsewhere, produced, not joined))
-
-    def _fetch(self, current: Round, number: int, source: GradientSource | None) -> list[bool]:
-        """Ask for the gradients of a bucket that leaves, and fill the slots of those that this rank lacks.
-
-        Returns:
-            Per slot, whether this rank has a new gradient.
-        """
-        set_sent, elsewhere, addresses = self.states.set_sent, current.elsewhere, current.addresses
-        indices = self._members[number]
-        found = None
-        if source is not None and self._arrivals.are_ready(number):
-            found = source.fetch_plain(indices)
-            if found is not None and self._take_plain(current, number, *found):
-                return [True] * len(indices)
-        produced = []
-        for position, index in enumerate(indices):
-            if found is not None and found[0][position]:
-                gradient: Gradient | None = Gradient(found[0][position], found[1][position])
-            else:
-                gradient = None if source is None else source.fetch(index)
-            if gradient is None:
-                self.states[index] = GradientState.ABSENT
-                self.slot(index)[:] = 0
-                current.absent.append(index)
-                produced.append(False)
-                continue
-            if gradient is not IN_SLOT:
-                other = addresses.setdefault(gradient.address, index)
-                if other != index and all(self.specs[k].nbytes > 0 for k in (other, index)):
-                    raise one_array(self._rank, *(self.specs[k].name for k in sorted((other, index))))
-                elsewhere[index] = gradient
-            is_new = set_sent(index)
-            if not is_new:
-                # A gradient of an earlier round that the program keeps. It takes part, because another rank
-                # may add to it now; if none does, these bits come back untouched by averaging.
-                current.kept[index] = self._memory.read(index, elsewhere).copy()
-            produced.append(is_new)
-        return produced
-
-    def _take_plain(self, current: Round, number: int, addresses: list[int], owners: list[object]) -> bool:
-        """Take a bucket of which all gradients lie in memory of their own; False: not all do."""
-        known, indices = current.addresses, self._members[number]
-        if not (all(addresses) and known.keys().isdisjoint(addresses)) or len({*addresses}) < len(indices):
-            return False
-        known.update(zip(addresses, indices, strict=True))
-        current.elsewhere.update(zip(indices, host_gradients(addresses, owners), strict=True))
-        self._arrivals.set_sent(number)
-        return True
 
     def _multiply(self, current: Round, bucket: Bucket, factor: float) -> None:
         for slot in bucket.slots:
@@ -430,6 +380,6 @@ class GradientReducer:
         plan = self.options.plan(self.specs, order.tolist(), self._size)
         if plan != self.plan:
             self.plan = plan
-            self._set_members()
             self.generation += 1
             self._memory.rearrange(plan, unused=elsewhere.keys())
+            self._arrivals.set_buckets(self._memory.members)

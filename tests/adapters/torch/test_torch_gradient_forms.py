@@ -69,7 +69,7 @@ def _values(number: int, step: int, shape: torch.Size, dtype: torch.dtype) -> Te
 
 @on_ranks(2)
 @both_ways
-@pytest.mark.parametrize("form, dtype", CASES, ids=str)
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
 def test_every_form(comm: Communicator, form: str, dtype: torch.dtype, is_offered: bool) -> None:
     """Beside plain ones in the same bucket and in others, over several steps."""
     shapes = [(3, 4), (5, 5), (1, 4), (0, 3), (2, 2)]
