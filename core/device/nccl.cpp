@@ -1,11 +1,9 @@
 #include "device/nccl.h"
 
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
-#include <filesystem>
 #include <future>
 #include <mutex>
 #include <string_view>
@@ -18,14 +16,9 @@
 namespace multiring::nccl {
 namespace {
 
-/// The folder in which wheels are installed, this one among them: the library is in multiring/lib there.
-std::vector<std::string> own_site() {
-  Dl_info found{};
-  if (::dladdr(reinterpret_cast<const void*>(&own_site), &found) == 0 || found.dli_fname == nullptr)
-    return {};
-  const std::filesystem::path library(found.dli_fname);
-  if (!library.is_absolute()) return {};
-  return {library.parent_path().parent_path().parent_path().string()};
+std::vector<std::string>& sites() {
+  static std::vector<std::string> folders;
+  return folders;
 }
 
 std::string_view text_of(const char* variable) {
@@ -46,6 +39,8 @@ std::string fill(const SharedLibrary& library, Library* table) {
   find("ncclCommInitRankConfig", &table->init_rank);
   find("ncclCommGetAsyncError", &table->async_error);
   find("ncclCommAbort", &table->abort);
+  find("ncclGroupStart", &table->group_start);
+  find("ncclGroupEnd", &table->group_end);
   find("ncclAllReduce", &table->allreduce);
   return missing;
 }
@@ -62,6 +57,8 @@ std::string Library::load(const SharedLibrary& library) {
   return {};
 }
 
+void Library::look_in(std::vector<std::string> folders) { sites() = std::move(folders); }
+
 const Library* Library::find(std::string* why) {
   static Library library;
   static std::string reason;
@@ -75,10 +72,10 @@ const Library* Library::find(std::string* why) {
       return;
     }
     const std::string names[] = {"libnccl.so.2"};
-    const std::vector<std::string> sites = own_site();
     const auto refuse = [](const SharedLibrary& found) { return library.load(found); };
-    usable = SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", sites), refuse, &reason)
-                 .has_value();
+    usable =
+        SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", sites()), refuse, &reason)
+            .has_value();
   });
   if (usable) return &library;
   *why = reason;
@@ -179,10 +176,18 @@ bool Communicator::is_ready() {
   return true;
 }
 
-void Communicator::allreduce(const void* input, void* output, std::size_t count, int dtype, int op) {
+// In a group NCCL launches the parts together, however small they are.
+void Communicator::allreduce(std::span<const Part> parts, int dtype, int op) {
   const Devices::Current current(*devices_, device_);
-  const Result result = library_.allreduce(input, output, count, dtype, op, comm_, stream_);
+  check(library_.group_start(), "ncclGroupStart");
+  Result result = kSuccess;
+  for (const Part& part : parts) {
+    result = library_.allreduce(part.input, part.output, part.count, dtype, op, comm_, stream_);
+    if (result != kSuccess && result != kInProgress) break;
+  }
+  const Result ended = library_.group_end();  // which has to be called all the same
   if (result != kInProgress) check(result, "ncclAllReduce");
+  if (ended != kInProgress) check(ended, "ncclGroupEnd");
 }
 
 void Communicator::check(Result result, const char* function) const {

@@ -172,6 +172,7 @@ void Communicator::close() {
   for (const auto& work : pending)
     work->fail(Error(ErrorKind::kAborted, "communicator '" + name() + "' was closed before " +
                                               describe(work->operation().descriptor) + " ran"));
+  exchange_.nccl().release();
   transport_->leave();
 }
 

@@ -10,17 +10,20 @@
 
 #include <array>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <set>
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fake_cuda/machine.h"
@@ -47,13 +50,26 @@ struct Id {
   std::array<char, 128> bytes;
 };
 
-/// The first members of ncclConfig_t.
+/// ncclConfig_t of 2.17.
 struct Config {
   std::size_t size;
   unsigned magic;
   unsigned version;
   int blocking;
+  int cluster_size;
+  int min_blocks;
+  int max_blocks;
+  const char* network;
 };
+constexpr int kConfigVersion = 21700;
+constexpr int kUndefined = -2147483647 - 1;
+
+bool is_right(const Config& config) {
+  const bool is_known =
+      config.size == sizeof(Config) && config.magic == 0xcafebeef && config.version == kConfigVersion;
+  return is_known && config.blocking == 0 && config.network == nullptr && config.cluster_size == kUndefined &&
+         config.min_blocks == kUndefined && config.max_blocks == kUndefined;
+}
 
 struct Comm {
   std::string path;  // all files of the communicator begin so
@@ -121,6 +137,20 @@ int current_device() {
   return static_cast<int>(reinterpret_cast<std::uintptr_t>(context)) - 1;
 }
 
+/// What is added of it is float, and rounded once for each operator.
+struct BFloat16 {
+  std::uint16_t bits;
+
+  explicit BFloat16(float value) : bits(from(std::bit_cast<std::uint32_t>(value))) {}
+  explicit BFloat16(int value) : BFloat16(static_cast<float>(value)) {}
+  operator float() const { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16U); }  // NOLINT
+
+ private:
+  static std::uint16_t from(std::uint32_t value) {
+    return static_cast<std::uint16_t>((value + 0x7fffU + (value >> 16U & 1U)) >> 16U);
+  }
+};
+
 template <class T>
 T combined(T a, T b, int op) {
   if (op == 1) return static_cast<T>(a * b);
@@ -153,16 +183,43 @@ template <class T>
 constexpr Type type_of() {
   return {reduce_files<T>, sizeof(T)};
 }
-// In the order of ncclDataType_t; bfloat16, which comes last, is not there.
+// In the order of ncclDataType_t.
 constexpr Type kTypes[] = {type_of<std::int8_t>(),   type_of<std::uint8_t>(), type_of<std::int32_t>(),
                            type_of<std::uint32_t>(), type_of<std::int64_t>(), type_of<std::uint64_t>(),
-                           type_of<_Float16>(),      type_of<float>(),        type_of<double>()};
+                           type_of<_Float16>(),      type_of<float>(),        type_of<double>(),
+                           type_of<BFloat16>()};
 
 bool lies_on(int device, const void* memory, std::size_t bytes) {
   const FakeMachine::Block* const block = machine().block_of(memory);
   return block != nullptr && block->device == device && block->kind == MemoryKind::kDevice &&
          (bytes == 0 || block == machine().block_of(static_cast<const std::byte*>(memory) + bytes - 1));
 }
+
+void begin_allreduce(const std::shared_ptr<Comm>& comm, const void* input, void* output, std::size_t count,
+                     int dtype, int op, std::uintptr_t stream) {
+  const Type type = kTypes[dtype];
+  const std::string of = std::to_string(comm->operations++);
+  const bool hangs = is_set("hang=allreduce");
+  if (is_set("fail=allreduce")) comm->error = kRemoteError;
+  const auto publish = [=] {
+    comm->publish(of, reinterpret_cast<const char*>(machine().view(input)), count * type.size);
+  };
+  const auto add = [=] {
+    if (!comm->is_aborted) type.reduce(*comm, of, op, machine().view(output), count);
+  };
+  const auto can_add = [=] {
+    const bool can = !hangs && comm->error == kSuccess;
+    return comm->is_aborted || (can && comm->all_published(of));
+  };
+  const std::lock_guard lock(machine().mutex());
+  FakeMachine::Stream& found = *machine().find_stream(stream, comm->device);
+  machine().enqueue(found, {.work = publish});
+  machine().enqueue(found, {.work = add, .is_possible = can_add});
+}
+
+// Of the calling thread, as NCCL's: how many groups are open, and what begins when the last one ends.
+thread_local int group_depth = 0;
+thread_local std::vector<std::function<void()>> group;
 
 }  // namespace
 }  // namespace multiring::testing
@@ -186,9 +243,7 @@ FAKE_NCCL int ncclGetUniqueId(Id* id) {
 }
 
 FAKE_NCCL int ncclCommInitRankConfig(Handle* comm, int size, Id id, int rank, const Config* config) {
-  if (config->magic != 0xcafebeef || config->size < sizeof(Config) || config->version > 22000 ||
-      config->blocking != 0)
-    return kInvalidArgument;
+  if (!is_right(*config)) return kInvalidArgument;
   if (current_device() < 0 || is_set("fail=init")) return kInvalidUsage;
   auto made = std::make_shared<Comm>();
   made->path = id.bytes.data();
@@ -215,33 +270,31 @@ FAKE_NCCL int ncclCommGetAsyncError(Handle handle, int* state) {
   return kSuccess;
 }
 
+FAKE_NCCL int ncclGroupStart() { return ++group_depth, kSuccess; }
+
+FAKE_NCCL int ncclGroupEnd() {
+  if (group_depth == 0) return kInvalidUsage;
+  if (--group_depth > 0) return kSuccess;
+  for (const auto& begin : std::exchange(group, {})) begin();
+  return kInProgress;
+}
+
 FAKE_NCCL int ncclAllReduce(const void* input, void* output, std::size_t count, int dtype, int op,
                             Handle handle, std::uintptr_t stream) {
   const std::shared_ptr<Comm> comm = *handle;
   if (!comm->is_connected || current_device() != comm->device) return kInvalidUsage;
   if (dtype < 0 || dtype >= static_cast<int>(std::size(kTypes)) || op < 0 || op > 4) return kInvalidArgument;
-  const Type type = kTypes[dtype];
-  const std::lock_guard lock(machine().mutex());
-  FakeMachine::Stream* const found = machine().find_stream(stream, comm->device);
-  if (found == nullptr || found->device != comm->device) return kInvalidArgument;
-  if (!lies_on(comm->device, input, count * type.size) || !lies_on(comm->device, output, count * type.size))
-    return kInvalidArgument;
-  const std::string of = std::to_string(comm->operations++);
-  const bool hangs = is_set("hang=allreduce");
-  if (is_set("fail=allreduce")) comm->error = kRemoteError;
-  machine().enqueue(*found, {.work = [=] {
-    comm->publish(of, reinterpret_cast<const char*>(machine().view(input)), count * type.size);
-  }});
-  machine().enqueue(*found, {.work =
-                                 [=] {
-                                   if (comm->is_aborted) return;
-                                   type.reduce(*comm, of, op, machine().view(output), count);
-                                 },
-                             .is_possible =
-                                 [=] {
-                                   const bool can = !hangs && comm->error == kSuccess;
-                                   return comm->is_aborted || (can && comm->all_published(of));
-                                 }});
+  const std::size_t bytes = count * kTypes[dtype].size;
+  {
+    const std::lock_guard lock(machine().mutex());
+    const FakeMachine::Stream* const found = machine().find_stream(stream, comm->device);
+    if (found == nullptr || found->device != comm->device) return kInvalidArgument;
+    if (!lies_on(comm->device, input, bytes) || !lies_on(comm->device, output, bytes))
+      return kInvalidArgument;
+  }
+  const auto begin = [=] { begin_allreduce(comm, input, output, count, dtype, op, stream); };
+  if (group_depth > 0) return group.emplace_back(begin), kSuccess;
+  begin();
   return kInProgress;
 }
 
