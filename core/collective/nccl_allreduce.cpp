@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -51,16 +50,24 @@ Offer offer_of(const Devices& devices, const nccl::Library& library, int device)
   return offer;
 }
 
-/// All ranks decide alike from the same offers.
-bool can_serve(const std::vector<Offer>& offers) {
-  std::set<std::array<char, 16>> devices;
-  bool shares = true;
-  for (const Offer& each : offers) {
-    if (each.version != offers[0].version) return false;
-    devices.insert(each.device);
-    shares = shares && each.shares_devices && each.version >= nccl::kSharedDevices;
+std::string rank_text(std::size_t rank) { return "rank " + std::to_string(rank); }
+
+/// Why NCCL cannot serve these devices together; empty: it can. All ranks decide alike from the same offers.
+std::string refusal_of(const std::vector<Offer>& offers) {
+  std::map<std::array<char, 16>, std::size_t> first;  // ranks that have the devices
+  std::string sharing;
+  bool may_share = true;
+  for (std::size_t rank = 0; rank < offers.size(); ++rank) {
+    const Offer& each = offers[rank];
+    if (each.version != offers[0].version)
+      return "rank 0 has NCCL " + nccl::version_text(offers[0].version) + ", " + rank_text(rank) + " has " +
+             nccl::version_text(each.version);
+    may_share = may_share && each.shares_devices && each.version >= nccl::kSharedDevices;
+    const auto [before, is_new] = first.try_emplace(each.device, rank);
+    if (!is_new)
+      sharing = rank_text(before->second) + " and " + rank_text(rank) + " have theirs on one device";
   }
-  return shares || devices.size() == offers.size();
+  return may_share ? "" : sharing;
 }
 
 /// What each rank publishes, by rank.
@@ -213,11 +220,13 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
   const int device = operation.descriptor.nccl_device;
   const std::vector<Offer> offers = exchanged(exchange, call, offer_of(*driven, library, device));
   std::unique_ptr<nccl::Communicator>& made = made_[std::move(devices)];
-  if (!can_serve(offers)) return nullptr;
+  if (const std::string refusal = refusal_of(offers); !refusal.empty())
+    return tell(exchange, refusal), nullptr;
   Meeting mine;
   if (exchange.rank() == 0) mine.made = library.unique_id(&mine.id);
   const Meeting meeting = exchanged(exchange, call, mine)[0];
-  if (meeting.made != nccl::kSuccess) return nullptr;
+  if (meeting.made != nccl::kSuccess)
+    return tell(exchange, "ncclGetUniqueId on rank 0 failed (" + std::to_string(meeting.made) + ")"), nullptr;
   made = std::make_unique<nccl::Communicator>(library, driven, device);
   running_ = made.get();
   made->connect(exchange.size(), exchange.rank(), meeting.id);
@@ -227,6 +236,11 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
       "it.");
   running_ = nullptr;
   return made.get();
+}
+
+void NcclGroups::tell(const Exchange& exchange, const std::string& refusal) const {
+  if (warn_ && exchange.rank() == 0)
+    warn_("allreduces of arrays on devices pass through the host, and not by NCCL: " + refusal);
 }
 
 void NcclGroups::end_failed() {

@@ -5,6 +5,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/immovable.h"
@@ -21,6 +23,9 @@ struct OperationCall;
 /// published.
 class NcclGroups : Immovable {
  public:
+  /// Where warnings go, from any thread.
+  void warn_by(std::function<void(const std::string&)> warn) { warn_ = std::move(warn); }
+
   /// In the thread that issues an operation with arrays on devices: whether this rank offers to reduce them
   /// by NCCL where they lie, as its descriptor tells the others. If its last offer came to nothing the arrays
   /// are copied to the host all the same, so that nothing waits if this one does too. Thread-safe.
@@ -29,6 +34,7 @@ class NcclGroups : Immovable {
 
   /// When all ranks have offered, in the round in which they are matched: reduces by NCCL, and calls
   /// `meanwhile`. False, on all ranks, if NCCL cannot serve these devices together.
+  /// Then a warning of rank 0 says why, once for these devices.
   bool allreduce(Exchange& exchange, const OperationCall& call, Operation& operation,
                  const std::function<void()>& meanwhile);
   /// Whether NCCL has taken what this rank had offered last.
@@ -41,9 +47,11 @@ class NcclGroups : Immovable {
 
  private:
   nccl::Communicator* find(Exchange& exchange, const OperationCall& call, const Operation& operation);
+  void tell(const Exchange& exchange, const std::string& refusal) const;
 
   std::map<std::vector<int>, std::unique_ptr<nccl::Communicator>> made_;  // by rank; null: not usable
   nccl::Communicator* running_ = nullptr;  // in an allreduce, or in one that has failed
+  std::function<void(const std::string&)> warn_;
   std::atomic<bool> last_is_taken_{true};
 };
 

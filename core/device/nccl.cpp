@@ -52,7 +52,7 @@ std::string Library::load(const SharedLibrary& library) {
   const std::string missing = fill(library, this);
   if (!missing.empty()) return "has no function " + missing + ": a newer one is needed";
   if (get_version(&version) != kSuccess) return "does not tell its version";
-  if (version < kMinVersion) return "version " + std::to_string(version) + ": 2.17 or newer is needed";
+  if (version < kMinVersion) return "version " + version_text(version) + ": 2.17 or newer is needed";
   library.keep();
   return {};
 }
@@ -80,6 +80,12 @@ const Library* Library::find(std::string* why) {
   if (usable) return &library;
   *why = reason;
   return nullptr;
+}
+
+std::string version_text(int version) {
+  const int major = version >= 10000 ? version / 10000 : version / 1000;
+  const int minor = version >= 10000 ? version / 100 % 100 : version / 100 % 10;
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(version % 100);
 }
 
 std::optional<int> dtype_code(DType dtype) {
@@ -196,7 +202,7 @@ void Communicator::check(Result result, const char* function) const {
   const char* const last = comm_ != nullptr ? library_.last_error(comm_) : nullptr;
   throw DeviceError(ErrorKind::kInternal,
                     cuda::on(function, device_) + " failed: " + (text != nullptr ? text : "unknown error") +
-                        " (" + std::to_string(result) + "), NCCL " + std::to_string(library_.version) +
+                        " (" + std::to_string(result) + "), NCCL " + version_text(library_.version) +
                         (last != nullptr && *last != '\0' ? std::string(": ") + last : std::string()) +
                         ". NCCL_DEBUG=WARN tells more; MULTIRING_MODE=staged does without NCCL.");
 }

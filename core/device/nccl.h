@@ -74,6 +74,9 @@ struct MULTIRING_API Library {
   std::string load(const SharedLibrary& library);
 };
 
+/// "2.27.3" of 22703; from 2.9 on there are two digits for the second number.
+MULTIRING_API std::string version_text(int version);
+
 /// NCCL's number of a dtype; empty: it has none.
 MULTIRING_API std::optional<int> dtype_code(DType dtype);
 /// Of what a reduction of such elements does; empty: NCCL has none that gives the same but for the order of

@@ -35,6 +35,7 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
   warn_of_rings();
+  exchange_.nccl().warn_by(options_.warn);
   if (!options_.tuning.empty()) follow_tuning();
   exchange_.set_elsewhere(
       {.waits =

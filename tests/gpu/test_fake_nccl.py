@@ -177,22 +177,35 @@ print("RIGHT", flush=True)
 def test_what_fake_nccl_is_not_for(tmp_path: Path) -> None:
     """Canonical order, small arrays, dtypes and reductions that NCCL lacks, arrays on the host, one device
     for two ranks: they pass through the host, on all ranks."""
-    assert run_job(2, HEAD + OTHERS, code=0, env=stand_in.with_nccl(tmp_path)).stdout.count("RIGHT") == 2
+    ended = run_job(2, HEAD + OTHERS, code=0, env=stand_in.with_nccl(tmp_path))
+    assert ended.stdout.count("RIGHT") == 2
+    assert ended.stderr.count("not by NCCL: rank 0 and rank 1 have theirs on one device") == 1, ended.stderr
 
 
 @pytest.mark.parametrize(
-    "without",
+    ("without", "why"),
     [
-        'if comm.rank == 1: os.environ["FAKE_NCCL"] = "version=21000"',
-        'os.environ["FAKE_NCCL"] = f"version={22700 + comm.rank}"',
-        'if comm.rank == 1: os.environ["NCCL_COMM_BLOCKING"] = "1"',
+        ('if comm.rank == 1: os.environ["FAKE_NCCL"] = "version=21000"', ""),
+        (
+            'os.environ["FAKE_NCCL"] = f"version={22700 + comm.rank}"',
+            "rank 0 has NCCL 2.27.0, rank 1 has 2.27.1",
+        ),
+        ('if comm.rank == 1: os.environ["NCCL_COMM_BLOCKING"] = "1"', ""),
+        ('if comm.rank == 0: os.environ["FAKE_NCCL"] = "fail=id"', "ncclGetUniqueId on rank 0 failed (2)"),
     ],
-    ids=["fake too old on a rank", "fake versions that differ", "fake calls that block"],
+    ids=[
+        "fake too old on a rank",
+        "fake versions that differ",
+        "fake calls that block",
+        "fake without an id",
+    ],
 )
-def test_ranks_without_nccl(without: str, tmp_path: Path) -> None:
-    """Have all ranks do without."""
+def test_ranks_without_nccl(without: str, why: str, tmp_path: Path) -> None:
+    """Have all ranks do without. One says why, where it knows of all."""
     script = f"{HEAD}\n{without}\n{WITHOUT}"
-    assert run_job(2, script, code=0, env=stand_in.with_nccl(tmp_path)).stdout.count("RIGHT") == 2
+    ended = run_job(2, script, code=0, env=stand_in.with_nccl(tmp_path))
+    assert ended.stdout.count("RIGHT") == 2
+    assert ended.stderr.count(f"not by NCCL: {why}") == bool(why), ended.stderr
 
 
 def test_a_fake_job_with_a_forced_mode(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 // there, and a peer that has ended is waited for until an abort.
 //
 // The variable FAKE_NCCL, read at each call, has words divided by spaces: "version=N", "hang=init"
-// (connecting never ends), "hang=allreduce", "hang=abort", "fail=init" (at once), "fail=allreduce" (an
-// asynchronous error).
+// (connecting never ends), "hang=allreduce", "hang=abort", "fail=id" (a unique id), "fail=init" (at once),
+// "fail=allreduce" (an asynchronous error).
 
 #include <unistd.h>
 
@@ -237,7 +237,7 @@ FAKE_NCCL int ncclGetUniqueId(Id* id) {
   static std::atomic<int> made{0};
   const std::string path = (std::filesystem::temp_directory_path() / "fake_nccl.").string() +
                            std::to_string(::getpid()) + "." + std::to_string(made++);
-  if (path.size() >= id->bytes.size()) return kSystemError;
+  if (is_set("fail=id") || path.size() >= id->bytes.size()) return kSystemError;
   std::memcpy(id->bytes.data(), path.c_str(), path.size() + 1);
   return kSuccess;
 }
