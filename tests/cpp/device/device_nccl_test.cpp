@@ -1,8 +1,10 @@
 // Allreduces by NCCL, on the stand-ins for it and for the driver: ranks as threads, which share its table.
 
 #include <cstdlib>
+#include <filesystem>
 #include <memory>
-#include <numeric>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "support/device_array.h"
@@ -25,9 +27,16 @@ class DeviceNcclTest : public ::testing::TestWithParam<Progress> {
   DeviceNcclTest() : group_({TransportKind::kInproc, kSize, kSmallStaging}) {
     int version = 0;
     ncclGetVersion(&version);
+    static const std::string kParent = ::testing::TempDir();  // which TMPDIR changes
+    std::string folder = kParent + "multiring-nccl-XXXXXX";
+    folder_ = ::mkdtemp(folder.data());
+    ::setenv("TMPDIR", folder_.c_str(), 1);  // where the stand-in has its files
     gpu_.set_progress(GetParam(), 3);
   }
-  ~DeviceNcclTest() override { ::unsetenv("FAKE_NCCL"); }
+  ~DeviceNcclTest() override {
+    ::unsetenv("FAKE_NCCL");
+    std::filesystem::remove_all(folder_);
+  }
 
   static Operation in_any_order(Operation operation) {
     operation.descriptor.key.order = Order::kAny;
@@ -41,6 +50,7 @@ class DeviceNcclTest : public ::testing::TestWithParam<Progress> {
   }
   int copies() { return gpu_.calls("copy_to_host"); }
 
+  std::filesystem::path folder_;
   FakeGpu gpu_;
   std::shared_ptr<Devices> devices_ = std::make_shared<Devices>(gpu_.driver());
   RankGroup group_;
@@ -156,6 +166,21 @@ TEST_P(DeviceNcclTest, ADeviceThatTwoRanksHaveHadServesThemLater) {
     run(communicator, allreduce(own, own));
     EXPECT_EQ(own.seen(), std::vector<float>(kCount, 4));
     EXPECT_EQ(copies(), before);
+  });
+}
+
+// Of more than the host adds at once: it would be copied in parts.
+TEST_P(DeviceNcclTest, ALargeArrayAfterAnOfferThatWasNotTaken) {
+  constexpr std::size_t kLarge = Staging::kPartsFrom / sizeof(float) + 3;
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray shared = array(0, kCount, 1);
+    run(communicator, allreduce(shared, shared));
+    const DeviceArray x = array(rank, kLarge, 1);
+    for (const float wanted : {2.0F, 4.0F, 8.0F}) {
+      run(communicator, allreduce(x, x));
+      EXPECT_EQ(x.seen(), std::vector<float>(kLarge, wanted));
+    }
   });
 }
 
