@@ -111,7 +111,7 @@ void reduce_on_devices(Exchange& exchange, const OperationCall& call, Operation&
   const auto meanwhile = [&] { reduce_host_pieces(exchange, call, operation, choice.max_rounds); };
   const bool by_nccl =
       all_offer_nccl(exchange) && exchange.nccl().allreduce(exchange, call, operation, meanwhile);
-  exchange.nccl().note_offer(by_nccl);
+  exchange.nccl().note_offer(operation, by_nccl);
   if (by_nccl) return;
   copy_after_all(operation, exchange, call);
   Operation* const operations[] = {&operation};

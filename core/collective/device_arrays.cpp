@@ -110,7 +110,14 @@ void copy_from_devices(Operation& operation, int rank) {
       if (piece.on_device()) arrays.staging->order_after(piece);
     return;
   }
-  stage(operation, arrays, rank);
+  try {
+    stage(operation, arrays, rank);
+  } catch (const DeviceError& error) {
+    // What NCCL may take needs no copy, for which the host may have no memory to pin.
+    if (operation.descriptor.nccl_device < 0 || error.kind() == ErrorKind::kUsage) throw;
+    arrays.stays = true;
+    copy_from_devices(operation, rank);
+  }
 }
 
 void copy_after_all(Operation& operation, const Exchange& exchange, const OperationCall& call) {

@@ -50,22 +50,20 @@ Offer offer_of(const Devices& devices, const nccl::Library& library, int device)
   return offer;
 }
 
-std::string rank_text(std::size_t rank) { return "rank " + std::to_string(rank); }
-
 /// Why NCCL cannot serve these devices together; empty: it can. All ranks decide alike from the same offers.
-std::string refusal_of(const std::vector<Offer>& offers) {
+std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchange) {
+  const auto name = [&](std::size_t rank) { return exchange.name_of(static_cast<int>(rank)); };
   std::map<std::array<char, 16>, std::size_t> first;  // ranks that have the devices
   std::string sharing;
   bool may_share = true;
   for (std::size_t rank = 0; rank < offers.size(); ++rank) {
     const Offer& each = offers[rank];
     if (each.version != offers[0].version)
-      return "rank 0 has NCCL " + nccl::version_text(offers[0].version) + ", " + rank_text(rank) + " has " +
+      return name(0) + " has NCCL " + nccl::version_text(offers[0].version) + ", " + name(rank) + " has " +
              nccl::version_text(each.version);
     may_share = may_share && each.shares_devices && each.version >= nccl::kSharedDevices;
     const auto [before, is_new] = first.try_emplace(each.device, rank);
-    if (!is_new)
-      sharing = rank_text(before->second) + " and " + rank_text(rank) + " have theirs on one device";
+    if (!is_new) sharing = name(before->second) + " and " + name(rank) + " have theirs on one device";
   }
   return may_share ? "" : sharing;
 }
@@ -104,7 +102,7 @@ int device_of(const Operation& operation) {
 }
 
 /// A hash of how many bytes lie on the host, and on the device piece by piece; never 0.
-std::uint32_t division_of(std::span<const Buffer> pieces) {
+std::uint64_t division_of(std::span<const Buffer> pieces) {
   std::uint64_t hash = 0xcbf29ce484222325ULL;
   const auto add = [&hash](std::uint64_t number) {
     hash = (hash ^ number) * 0x100000001b3ULL;
@@ -121,7 +119,13 @@ std::uint32_t division_of(std::span<const Buffer> pieces) {
     }
   }
   add(on_host);
-  return static_cast<std::uint32_t>(hash) | 1U;
+  return hash | 1U;
+}
+
+/// What is likely to be offered again, by its name, its size and its device.
+std::uint64_t key_of(const Descriptor& descriptor) {
+  return (descriptor.key.name_hash ^ descriptor.bytes) * 0x100000001b3ULL +
+         static_cast<std::uint64_t>(descriptor.nccl_device);
 }
 
 std::vector<nccl::Part> parts_of(const Operation& operation) {
@@ -205,7 +209,17 @@ void NcclGroups::offer(Operation& operation, const Exchange& exchange, std::size
   if (device < 0 || device > kMaxDevice || nccl::Library::find(&why) == nullptr) return;
   descriptor.nccl_device = static_cast<std::int8_t>(device);
   descriptor.nccl_division = operation.pieces.empty() ? 0 : division_of(arrays.pieces);
-  arrays.stays = last_is_taken_.load(std::memory_order_relaxed);
+  const std::lock_guard lock(mutex_);
+  arrays.stays = !not_taken_.contains(key_of(descriptor));
+}
+
+void NcclGroups::note_offer(const Operation& operation, bool is_taken) {
+  constexpr std::size_t kMaxKept = 1000;
+  const std::lock_guard lock(mutex_);
+  if (is_taken)
+    not_taken_.erase(key_of(operation.descriptor));
+  else if (not_taken_.size() < kMaxKept)
+    not_taken_.insert(key_of(operation.descriptor));
 }
 
 nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& call,
@@ -220,7 +234,7 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
   const int device = operation.descriptor.nccl_device;
   const std::vector<Offer> offers = exchanged(exchange, call, offer_of(*driven, library, device));
   std::unique_ptr<nccl::Communicator>& made = made_[std::move(devices)];
-  if (const std::string refusal = refusal_of(offers); !refusal.empty())
+  if (const std::string refusal = refusal_of(offers, exchange); !refusal.empty())
     return tell(exchange, refusal), nullptr;
   Meeting mine;
   if (exchange.rank() == 0) mine.made = library.unique_id(&mine.id);
@@ -251,7 +265,6 @@ bool NcclGroups::allreduce(Exchange& exchange, const OperationCall& call, Operat
                            const std::function<void()>& meanwhile) {
   nccl::Communicator* const comm = find(exchange, call, operation);
   if (comm == nullptr) return false;
-  await_part(operation, Staging::kAll, exchange, call);
   operation.on_devices->stays = true;
   Devices& devices = comm->devices();
   running_ = comm;
@@ -268,6 +281,8 @@ bool NcclGroups::allreduce(Exchange& exchange, const OperationCall& call, Operat
   meanwhile();
   await_event(*comm, done, exchange, call);
   devices.release_event(comm->device(), done);
+  // Copies that have not been needed read the arrays as long as they run.
+  await_part(operation, Staging::kAll, exchange, call);
   // A rank may abort its part from here on, which others might still read from.
   exchange.next(call, [] {});
   running_ = nullptr;

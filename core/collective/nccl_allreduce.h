@@ -1,10 +1,12 @@
 #pragma once
 
-#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,8 +29,9 @@ class NcclGroups : Immovable {
   void warn_by(std::function<void(const std::string&)> warn) { warn_ = std::move(warn); }
 
   /// In the thread that issues an operation with arrays on devices: whether this rank offers to reduce them
-  /// by NCCL where they lie, as its descriptor tells the others. If its last offer came to nothing the arrays
-  /// are copied to the host all the same, so that nothing waits if this one does too. Thread-safe.
+  /// by NCCL where they lie, as its descriptor tells the others. If the last offer of this name and size came
+  /// to nothing the arrays are copied to the host all the same, so that nothing waits if this one does too.
+  /// Thread-safe.
   /// `min_bytes`: of arrays that are never fused, for what is fused depends on time, and so would the bits.
   void offer(Operation& operation, const Exchange& exchange, std::size_t min_bytes) const;
 
@@ -37,8 +40,8 @@ class NcclGroups : Immovable {
   /// Then a warning of rank 0 says why, once for these devices.
   bool allreduce(Exchange& exchange, const OperationCall& call, Operation& operation,
                  const std::function<void()>& meanwhile);
-  /// Whether NCCL has taken what this rank had offered last.
-  void note_offer(bool is_taken) { last_is_taken_.store(is_taken, std::memory_order_relaxed); }
+  /// Whether NCCL has taken what this rank had offered.
+  void note_offer(const Operation& operation, bool is_taken);
   /// After an allreduce that has raised an error, in the same thread, once the peers have been told: aborts,
   /// which may take seconds.
   void end_failed();
@@ -52,7 +55,8 @@ class NcclGroups : Immovable {
   std::map<std::vector<int>, std::unique_ptr<nccl::Communicator>> made_;  // by rank; null: not usable
   nccl::Communicator* running_ = nullptr;  // in an allreduce, or in one that has failed
   std::function<void(const std::string&)> warn_;
-  std::atomic<bool> last_is_taken_{true};
+  mutable std::mutex mutex_;
+  std::set<std::uint64_t> not_taken_;  // arrays, by key_of()
 };
 
 /// Whether some ranks have offered to reduce on their devices in the current round; all have, the same parts

@@ -7,6 +7,7 @@
 #include <future>
 #include <mutex>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -16,10 +17,8 @@
 namespace multiring::nccl {
 namespace {
 
-std::vector<std::string>& sites() {
-  static std::vector<std::string> folders;
-  return folders;
-}
+std::mutex sites_mutex;
+std::vector<std::string> known_sites;
 
 std::string_view text_of(const char* variable) {
   const char* const set = std::getenv(variable);
@@ -57,7 +56,10 @@ std::string Library::load(const SharedLibrary& library) {
   return {};
 }
 
-void Library::look_in(std::vector<std::string> folders) { sites() = std::move(folders); }
+void Library::look_in(std::vector<std::string> sites) {
+  const std::lock_guard lock(sites_mutex);
+  known_sites = std::move(sites);
+}
 
 const Library* Library::find(std::string* why) {
   static Library library;
@@ -73,8 +75,9 @@ const Library* Library::find(std::string* why) {
     }
     const std::string names[] = {"libnccl.so.2"};
     const auto refuse = [](const SharedLibrary& found) { return library.load(found); };
+    const std::lock_guard lock(sites_mutex);
     usable =
-        SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", sites()), refuse, &reason)
+        SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", known_sites), refuse, &reason)
             .has_value();
   });
   if (usable) return &library;
@@ -169,7 +172,12 @@ bool Communicator::abort(double seconds) {
     }
     finished.set_value();
   };
-  std::thread(run, std::move(done)).detach();
+  try {
+    std::thread(run, std::move(done)).detach();
+  } catch (const std::system_error&) {  // the process may have no more threads
+    is_abandoned_ = true;
+    return false;
+  }
   is_abandoned_ = ended.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready;
   return !is_abandoned_;
 }

@@ -172,8 +172,8 @@ void Communicator::close() {
   for (const auto& work : pending)
     work->fail(Error(ErrorKind::kAborted, "communicator '" + name() + "' was closed before " +
                                               describe(work->operation().descriptor) + " ran"));
-  exchange_.nccl().release();
   transport_->leave();
+  exchange_.nccl().release();
 }
 
 }  // namespace multiring

@@ -208,6 +208,17 @@ def test_ranks_without_nccl(without: str, why: str, tmp_path: Path) -> None:
     assert ended.stderr.count(f"not by NCCL: {why}") == bool(why), ended.stderr
 
 
+def test_fake_wheel_in_a_folder_of_sys_path(tmp_path: Path) -> None:
+    """Which is found where the process has not loaded another one."""
+    env = stand_in.with_nccl(tmp_path) | {"LD_PRELOAD": str(stand_in.library())}
+    folder = tmp_path / "caf\udce9" / "nvidia" / "nccl" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libnccl.so.2").symlink_to(stand_in.nccl())
+    env["PYTHONPATH"] += f":{folder.parents[2]}"
+    script = HEAD + "x = fake_arrays.full(COUNT, 1, device())\nassert (total(x, by_nccl=True) == 2).all()"
+    run_job(2, script, code=0, env=env)
+
+
 def test_a_fake_job_with_a_forced_mode(tmp_path: Path) -> None:
     """Does without, and so do its groups."""
     env = stand_in.with_nccl(tmp_path) | {"MULTIRING_MODE": "staged", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}

@@ -65,8 +65,11 @@ print("RIGHT", flush=True)
 def test_sums(name: str, shared: str, tmp_path: Path) -> None:
     """NCCL takes ranks that share a device from 2.30 on, if they may; else all passes through the host."""
     env = stand_in.with_nccl(tmp_path) if name == "fake" else {"PYTHONPATH": stand_in.python_path()}
-    env["NCCL_MULTI_RANK_GPU_ENABLE"] = shared
-    assert run_job(2, f"NAME = {name!r}\n{SUMS}", code=0, env=env).stdout.count("RIGHT") == 2
+    env |= {"NCCL_MULTI_RANK_GPU_ENABLE": shared, "NCCL_DEBUG": "INFO"}
+    ended = run_job(2, f"NAME = {name!r}\n{SUMS}", code=0, env=env)
+    assert ended.stdout.count("RIGHT") == 2
+    if name != "fake" and shared == "1" and "Init COMPLETE" not in ended.stdout + ended.stderr:
+        pytest.skip("sums are right, but NCCL has not taken two ranks on one device, which needs 2.30")
 
 
 def test_training_of_torch() -> None:

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -31,12 +32,15 @@ std::shared_ptr<Devices> require_devices() {
 /// relative, where anyone may have put a library.
 void tell_sites() {
   static bool told = false;
-  if (std::exchange(told, true)) return;
+  if (told) return;
   std::vector<std::string> sites;
-  for (const py::handle& place : py::module_::import("sys").attr("path"))
-    if (py::isinstance<py::str>(place))
-      if (auto path = py::cast<std::string>(place); path.starts_with('/')) sites.push_back(std::move(path));
+  for (const py::handle& place : py::module_::import("sys").attr("path")) {
+    const auto path = py::reinterpret_steal<py::bytes>(PyUnicode_EncodeFSDefault(place.ptr()));
+    if (!path) PyErr_Clear();  // no text, as sys.path may have it
+    if (path && std::string_view(path).starts_with('/')) sites.emplace_back(path);
+  }
   nccl::Library::look_in(std::move(sites));
+  told = true;
 }
 
 Buffer memory_at(std::uintptr_t address, std::size_t bytes, int device, std::uintptr_t stream) {

@@ -10,7 +10,9 @@
 #include "support/device_array.h"
 #include "support/errors.h"
 
-extern "C" int ncclGetVersion(int* version);  // so that the stand-in is linked, and found by the core
+// So that the stand-in is linked, and found by the core.
+extern "C" int ncclGetVersion(int* version);
+extern "C" int ncclGroupEnd();
 
 namespace multiring {
 namespace {
@@ -123,21 +125,31 @@ TEST_P(DeviceNcclTest, SumsOfPieces) {
   EXPECT_EQ(copies(), 0);
 }
 
-// The ranks have other parts of the array on their devices: it passes through the host, and so do copies of
-// the next one, which might; then none do.
+// The ranks have other parts of the array on their devices: it passes through the host. The next one, which
+// might, is copied there as well, and those that follow are not.
 TEST_P(DeviceNcclTest, PiecesThatDifferPassThroughTheHost) {
+  int expected = 0;
+  for (const CallMode mode : kCallModes) {
+    RankGroup group({TransportKind::kInproc, kSize, kSmallStaging});
+    group.run([&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      Bucket differs(gpu_, rank, kCounts, static_cast<float>(rank + 1));
+      const std::size_t on_host = rank == 1 ? kCounts[0] : 0;
+      perform(communicator, differs.operation(devices_, on_host), mode);
+      differs.expect(3, rank == 0);
+      Bucket bucket(gpu_, rank, kCounts, static_cast<float>(rank + 1));
+      for (const float wanted : {3.0F, 6.0F, 12.0F}) {
+        perform(communicator, bucket.operation(devices_), mode);
+        bucket.expect(wanted);
+      }
+    });
+    expected += 7 + 8;  // 4 and 3 pieces that have elements, then 4 and 4
+    EXPECT_EQ(copies(), expected);
+  }
+}
+
+TEST_P(DeviceNcclTest, AnArrayOnTheHostOfOneRank) {
   group_.run([&](Communicator& communicator) {
-    const int rank = communicator.rank();
-    Bucket bucket(gpu_, rank, kCounts, static_cast<float>(rank + 1));
-    const std::size_t on_host = rank == 1 ? kCounts[0] : 0;
-    run(communicator, bucket.operation(devices_, on_host));
-    bucket.expect(3, rank == 0);
-  });
-  const int pieces = 7;  // 4 and 3 that have elements
-  EXPECT_EQ(copies(), pieces);
-  RankGroup again({TransportKind::kInproc, kSize, kSmallStaging});
-  const int before = copies();
-  again.run([&](Communicator& communicator) {
     const int rank = communicator.rank();
     const DeviceArray x = array(rank, kCount, 1);
     std::vector<float> on_host(kCount, 1);
@@ -150,7 +162,7 @@ TEST_P(DeviceNcclTest, PiecesThatDifferPassThroughTheHost) {
       EXPECT_EQ(y.seen(), std::vector<float>(kCount, wanted));
     }
   });
-  EXPECT_EQ(copies(), before + 2);  // of rank 0: the first, and the second, which is not used
+  EXPECT_EQ(copies(), 2);  // of rank 0: the first, and the second, which is not used
 }
 
 TEST_P(DeviceNcclTest, ADeviceThatTwoRanksHaveHadServesThemLater) {
@@ -158,7 +170,7 @@ TEST_P(DeviceNcclTest, ADeviceThatTwoRanksHaveHadServesThemLater) {
     const DeviceArray shared = array(0, kCount, 1);
     run(communicator, allreduce(shared, shared));
     EXPECT_EQ(shared.seen(), std::vector<float>(kCount, 2));
-    communicator.run(*std::make_unique<Operation>(barrier_operation()), {});
+    run(communicator, barrier_operation());
     const DeviceArray own = array(communicator.rank(), kCount, 1);
     run(communicator, allreduce(own, own));
     EXPECT_EQ(own.seen(), std::vector<float>(kCount, 2));
@@ -191,6 +203,60 @@ TEST_P(DeviceNcclTest, FailuresOfAnOperation) {
     run(communicator, bucket.operation(devices_));
   });
   expect_all_raised(outcomes, ErrorKind::kInternal, "an operation of NCCL");
+}
+
+TEST_P(DeviceNcclTest, CopiesThatCannotBeMadeAreNotNeeded) {
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray shared = array(0, kCount, 1);
+    run(communicator, allreduce(shared, shared));
+    run(communicator, barrier_operation());
+    const DeviceArray own = array(rank, kCount, 1);
+    if (rank == 0) gpu_.fail_next("copy_to_host", cuda::kOutOfMemory);
+    run(communicator, allreduce(own, own));
+    EXPECT_EQ(own.seen(), std::vector<float>(kCount, 2));
+  });
+}
+
+TEST_P(DeviceNcclTest, FailuresInAGroup) {
+  for (const char* const failure : {"fail=enqueue", "fail=group"}) {
+    RankGroup group({TransportKind::kInproc, kSize, kSmallStaging});
+    ::setenv("FAKE_NCCL", failure, 1);
+    const auto body = [&](Communicator& communicator) {
+      Bucket bucket(gpu_, communicator.rank(), kCounts, 1);
+      run(communicator, bucket.operation(devices_));
+      bucket.expect(2);
+    };
+    const auto outcomes = group.outcomes([&](Communicator& communicator) {
+      try {
+        body(communicator);
+      } catch (const Error&) {
+        EXPECT_EQ(ncclGroupEnd(), 5) << "ncclInvalidUsage: this thread has no group open";
+        throw;
+      }
+    });
+    expect_all_raised(outcomes, ErrorKind::kInternal, "failed");
+    ::unsetenv("FAKE_NCCL");
+    RankGroup({TransportKind::kInproc, kSize, kSmallStaging}).run(body);
+  }
+}
+
+TEST_P(DeviceNcclTest, IsGivenBackWhenTheCommunicatorIsClosed) {
+  const auto own_files = [&](int rank) {
+    int found = 0;
+    for (const auto& each : std::filesystem::directory_iterator(folder_))
+      found += each.path().string().ends_with(".init." + std::to_string(rank)) ? 1 : 0;
+    return found;
+  };
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray x = array(rank, kCount, 1);
+    run(communicator, allreduce(x, x));
+    EXPECT_EQ(own_files(rank), 1);
+    run(communicator, barrier_operation());
+    communicator.close();
+    EXPECT_EQ(own_files(rank), 0);
+  });
 }
 
 TEST_P(DeviceNcclTest, FailuresToConnect) {

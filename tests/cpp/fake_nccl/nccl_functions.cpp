@@ -4,7 +4,8 @@
 //
 // The variable FAKE_NCCL, read at each call, has words divided by spaces: "version=N", "hang=init"
 // (connecting never ends), "hang=allreduce", "hang=abort", "fail=id" (a unique id), "fail=init" (at once),
-// "fail=allreduce" (an asynchronous error).
+// "fail=enqueue" (of a part that is not the first), "fail=group" (its end), "fail=allreduce" (an asynchronous
+// error).
 
 #include <unistd.h>
 
@@ -79,6 +80,9 @@ struct Comm {
   bool hangs = false;
   bool is_connected = false;
   int operations = 0;
+  // What has been asked for and has not begun; begins when the state has been asked for some times.
+  std::vector<std::function<void()>> asked;
+  int queries_until_begun = 0;
   std::atomic<int> error{kSuccess};
   std::atomic<bool> is_aborted{false};
 
@@ -202,7 +206,8 @@ void begin_allreduce(const std::shared_ptr<Comm>& comm, const void* input, void*
   const bool hangs = is_set("hang=allreduce");
   if (is_set("fail=allreduce")) comm->error = kRemoteError;
   const auto publish = [=] {
-    comm->publish(of, reinterpret_cast<const char*>(machine().view(input)), count * type.size);
+    if (!comm->is_aborted)
+      comm->publish(of, reinterpret_cast<const char*>(machine().view(input)), count * type.size);
   };
   const auto add = [=] {
     if (!comm->is_aborted) type.reduce(*comm, of, op, machine().view(output), count);
@@ -219,7 +224,12 @@ void begin_allreduce(const std::shared_ptr<Comm>& comm, const void* input, void*
 
 // Of the calling thread, as NCCL's: how many groups are open, and what begins when the last one ends.
 thread_local int group_depth = 0;
-thread_local std::vector<std::function<void()>> group;
+struct Asked {
+  std::shared_ptr<Comm> comm;
+  std::function<void()> begin;
+};
+thread_local std::vector<Asked> group;
+thread_local int group_error = kSuccess;
 
 }  // namespace
 }  // namespace multiring::testing
@@ -259,7 +269,14 @@ FAKE_NCCL int ncclCommInitRankConfig(Handle* comm, int size, Id id, int rank, co
 FAKE_NCCL int ncclCommGetAsyncError(Handle handle, int* state) {
   Comm& comm = **handle;
   *state = comm.error;
-  if (*state != kSuccess || comm.is_connected) return kSuccess;
+  if (*state != kSuccess) return kSuccess;
+  if (!comm.asked.empty()) {
+    *state = kInProgress;
+    if (--comm.queries_until_begun > 0) return kSuccess;
+    for (const auto& begin : std::exchange(comm.asked, {})) begin();
+    return kSuccess;
+  }
+  if (comm.is_connected) return kSuccess;
   *state = kInProgress;
   if (comm.hangs || !comm.all_published("init")) return kSuccess;
   std::set<std::vector<char>> devices;
@@ -272,17 +289,27 @@ FAKE_NCCL int ncclCommGetAsyncError(Handle handle, int* state) {
 
 FAKE_NCCL int ncclGroupStart() { return ++group_depth, kSuccess; }
 
+// A group with an error does nothing.
 FAKE_NCCL int ncclGroupEnd() {
   if (group_depth == 0) return kInvalidUsage;
   if (--group_depth > 0) return kSuccess;
-  for (const auto& begin : std::exchange(group, {})) begin();
+  const std::vector<Asked> ended = std::exchange(group, {});
+  const int error = std::exchange(group_error, kSuccess);
+  if (error != kSuccess) return error;
+  if (is_set("fail=group")) return kSystemError;
+  for (const Asked& each : ended) {
+    each.comm->asked.push_back(each.begin);
+    each.comm->queries_until_begun = 3;
+  }
   return kInProgress;
 }
 
 FAKE_NCCL int ncclAllReduce(const void* input, void* output, std::size_t count, int dtype, int op,
                             Handle handle, std::uintptr_t stream) {
   const std::shared_ptr<Comm> comm = *handle;
-  if (!comm->is_connected || current_device() != comm->device) return kInvalidUsage;
+  if (!comm->is_connected || current_device() != comm->device || !comm->asked.empty() || group_depth == 0)
+    return kInvalidUsage;
+  if (is_set("fail=enqueue") && !group.empty()) return group_error = kSystemError;
   if (dtype < 0 || dtype >= static_cast<int>(std::size(kTypes)) || op < 0 || op > 4) return kInvalidArgument;
   const std::size_t bytes = count * kTypes[dtype].size;
   {
@@ -292,10 +319,8 @@ FAKE_NCCL int ncclAllReduce(const void* input, void* output, std::size_t count, 
     if (!lies_on(comm->device, input, bytes) || !lies_on(comm->device, output, bytes))
       return kInvalidArgument;
   }
-  const auto begin = [=] { begin_allreduce(comm, input, output, count, dtype, op, stream); };
-  if (group_depth > 0) return group.emplace_back(begin), kSuccess;
-  begin();
-  return kInProgress;
+  group.push_back({comm, [=] { begin_allreduce(comm, input, output, count, dtype, op, stream); }});
+  return kSuccess;
 }
 
 FAKE_NCCL int ncclCommAbort(Handle handle) {
