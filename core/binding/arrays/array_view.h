@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/arithmetic/dtype.h"
+#include "binding/arrays/dlpack.h"
 #include "collective/operation.h"
 #include "device/devices.h"
 
@@ -43,8 +44,10 @@ class ArrayView {
 
  private:
   void take_buffer(py::handle object, bool writable);
+  bool take_exported(py::handle object, bool writable);
   void take_dlpack(py::handle object, bool writable);
   void take_capsule(py::handle object);
+  void take_tensor(py::handle object, const dlpack::Tensor& tensor);
   void take_from_device(py::handle object, bool writable, const Buffer& where);
   bool take_cuda_interface(py::handle object, bool writable, const Devices& devices);
   void take_array_interface(py::handle object, bool writable);
@@ -52,8 +55,9 @@ class ArrayView {
   void release();
   static std::byte* empty_address();
 
-  Py_buffer buffer_{};  // held if buffer_.obj is set
-  py::object owner_;    // DLPack capsule or array, held otherwise
+  Py_buffer buffer_{};                           // held if buffer_.obj is set
+  dlpack::VersionedTensor* exported_ = nullptr;  // held if set
+  py::object owner_;                             // DLPack capsule or array, held otherwise
   Buffer memory_;
   DType dtype_ = DType::kUInt8;
   int dims_ = 0;

@@ -2,7 +2,8 @@
 
 #include <cstdint>
 
-// The part of DLPack 0.8 (github.com/dmlc/dlpack, Apache-2.0) that is needed here: a stable C ABI.
+// The part of DLPack 0.8, and of 1.2 what is not in it (github.com/dmlc/dlpack, Apache-2.0), that is needed
+// here: a stable C ABI.
 namespace multiring::binding::dlpack {
 
 enum DeviceType : std::int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
@@ -35,5 +36,32 @@ struct ManagedTensor {
   void* context;
   void (*deleter)(ManagedTensor*);
 };
+
+struct Version {
+  std::uint32_t major;
+  std::uint32_t minor;
+};
+
+inline constexpr std::uint32_t kMajorVersion = 1;
+inline constexpr std::uint64_t kReadOnly = 1;  // in `flags`
+
+struct VersionedTensor {
+  Version version;
+  void* context;
+  void (*deleter)(VersionedTensor*);
+  std::uint64_t flags;
+  Tensor tensor;
+};
+
+/// What a library's type has as `__dlpack_c_exchange_api__`, a capsule; lives as long as the process. More
+/// functions follow.
+struct ExchangeApi {
+  Version version;
+  const ExchangeApi* previous;
+  void* allocator;
+  /// Orders nothing. -1: it has set an exception of Python.
+  int (*export_tensor)(void* object, VersionedTensor** made);
+};
+inline constexpr const char* kExchangeApiCapsule = "dlpack_exchange_api";
 
 }  // namespace multiring::binding::dlpack
