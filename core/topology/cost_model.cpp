@@ -94,18 +94,18 @@ double busiest_link(const PlanLoad& load, double beyond_burst, const Cluster& cl
 double PlanCost::seconds(std::size_t segments) const {
   const auto pieces = static_cast<double>(segments);
   double first = 0.0;
-  double network = 0.0;
-  double messages = 0.0;
-  double memory = 0.0;
+  double interface = 0.0;
+  double processor = 0.0;
   for (const StepCost& step : steps) {
-    network += std::max({step.wire / pieces, step.messages, step.interface_messages});
-    messages += std::max(step.messages, step.interface_messages);
-    memory += step.synchronisation + step.memory / pieces;
-    first += step.latency + step.interface_messages;  // later ones are hidden behind the wire
+    const double memory = step.synchronisation + step.memory / pieces;
+    interface += step.interface_messages;
+    processor += step.messages + memory;
+    // Later messages of an interface are hidden behind the wire.
+    first += step.latency + step.interface_messages + memory +
+             std::max({step.wire / pieces, step.messages, step.interface_messages});
   }
-  first += network + memory;
-  // Pieces are in different hops, which keep different links busy.
-  const double each = std::max({busiest_link / pieces, messages, memory});
+  // Pieces are in different hops, which keep different links busy. A rank sends and adds with one processor.
+  const double each = std::max({busiest_link / pieces, interface, processor});
   return first + (pieces - 1.0) * each;
 }
 

@@ -133,6 +133,18 @@ TEST(CostModel, SegmentsHideTheShorterResource) {
   EXPECT_GT(predict_steps(plan, model).seconds(100000), network + memory) << "every piece is a message";
 }
 
+TEST(CostModel, ARankSendsAndAddsWithOneProcessor) {
+  const Cluster cluster = make_cluster(std::vector(4, 1), {{1e18, 0.0}}, kFreeMemory);
+  CostModel model = network_only();
+  model.message_seconds = 1e-3;
+  model.reduction_bytes_per_second = 1e9;
+  constexpr std::size_t kPieces = 1000;
+  const PlanCost cost = predict_steps(Plan(cluster, options_for("1px4p", 1 << 22)), model);
+  double processor = 0.0;
+  for (const StepCost& step : cost.steps) processor += kPieces * step.messages + step.memory;
+  EXPECT_NEAR(cost.seconds(kPieces), processor, 0.01 * processor);
+}
+
 TEST(CostModel, ADimensionMayHaveALinkOfItsOwn) {
   CostModel model = network_only();
   model.dimensions = {{1e-6, kGigabit}, {1e-3, kGigabit / 10}};
