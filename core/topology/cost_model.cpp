@@ -60,7 +60,7 @@ StepCost price_step(const StepLoad& load, double beyond_burst, const Cluster& cl
     return cost;
   }
   const LinkCost link = link_of(load, cluster, model);
-  cost.latency = load.hops * link.latency + model.held_up(load.queued_bytes);
+  cost.latency = load.hops * link.latency;
   cost.wire =
       beyond_burst * load.link_bytes / link.bytes_per_second + load.all_bytes / model.shared_bytes_per_second;
   cost.interface_messages = load.link_messages * model.interface_message_seconds;

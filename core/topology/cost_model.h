@@ -39,14 +39,14 @@ struct CostModel {
 
   /// The part of so many bytes that takes a link its time: hardly any of few, all but a burst of many.
   double beyond_burst(double bytes) const { return bytes > 0.0 ? bytes / (bytes + burst_bytes) : 1.0; }
-  /// Seconds for which a loss holds up a step in which so many bytes wait for one host.
+  /// Seconds for which a loss holds up what has so many bytes wait for one host.
   double held_up(double queued_bytes) const { return queued_bytes > queue_bytes ? loss_seconds : 0.0; }
 };
 
 /// Predicted seconds of a step in which chunks go whole.
 struct StepCost {
   int hops = 0;
-  double latency = 0.0;             ///< of the network, in which nothing is busy; and of what it loses
+  double latency = 0.0;             ///< of the network, in which nothing is busy
   double synchronisation = 0.0;     ///< of the ranks of a host
   double interface_messages = 0.0;  ///< of the interface that sends the most messages
   double wire = 0.0;                ///< of the busiest interface, or of what all hosts share

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include "topology/traffic.h"
 
@@ -35,8 +36,7 @@ class StepCounter {
       add_memory(load);
       if (!step.across_hosts()) continue;
       add_messages(load);
-      if (plan_.cluster().fully_linked())
-        load.queued_bytes = std::max(load.queued_bytes, queued_bytes(received));
+      if (plan_.cluster().fully_linked()) load.received.push_back(std::move(received));
     }
     return load;
   }
@@ -109,6 +109,41 @@ double queued_bytes(const HostBytes& received) {
       largest = std::max(largest, bytes);
     }
     most = std::max(most, all - largest);
+  }
+  return most;
+}
+
+namespace {
+
+/// How many of `pieces` are in a hop after so many iterations of a plan.
+std::size_t pieces_in_hop(std::size_t hop, std::size_t iteration, std::size_t pieces) {
+  const std::size_t begin = kPipelineDepth * hop;  // of the first
+  if (iteration < begin) return 0;
+  const std::size_t posted = std::min(iteration - begin + 1, pieces);
+  const std::size_t left = iteration - begin + 1 - std::min(iteration - begin + 1, kPipelineDepth);
+  return posted - std::min(posted, left);
+}
+
+}  // namespace
+
+double queued_bytes(const PlanLoad& load, std::size_t segments) {
+  std::vector<const HostBytes*> hops;
+  for (const StepLoad& step : load)
+    for (const HostBytes& hop : step.received) hops.push_back(&hop);
+  double most = 0.0;
+  // With more pieces all hops have some for longer.
+  const std::size_t iterations = kPipelineDepth * hops.size();
+  const std::size_t pieces = std::min(segments, iterations + 1);
+  for (std::size_t iteration = 0; iteration < pieces + iterations; ++iteration) {
+    HostBytes passing;
+    for (std::size_t hop = 0; hop < hops.size(); ++hop) {
+      const std::size_t there = pieces_in_hop(hop, iteration, pieces);
+      if (there == 0) continue;
+      const double part = static_cast<double>(there) / static_cast<double>(segments);
+      for (const auto& [host, senders] : *hops[hop])
+        for (const auto& [sender, bytes] : senders) passing[host][sender] += part * bytes;
+    }
+    most = std::max(most, queued_bytes(passing));
   }
   return most;
 }

@@ -18,11 +18,14 @@ namespace multiring {
 namespace {
 using Kind = CrossingAlgorithm::Kind;
 
-// Segments that are tried for a broadcast. More than so many for each host do not make it quicker (measured
-// on 4 x 2 emulated hosts): what a rank does for each is not all in the model.
+// Segments that are tried where smaller ones than usual may be quicker.
+constexpr std::size_t kMaxTriedSegment = 512 * 1024;
+// Of a broadcast more than so many for each host do not make it quicker (measured on 4 x 2 emulated hosts):
+// what a rank does for each is not all in the model.
 constexpr std::size_t kMinBroadcastSegment = 16 * 1024;
-constexpr std::size_t kMaxBroadcastSegment = 512 * 1024;
 constexpr std::size_t kBroadcastSegmentsOfHost = 8;
+// Where a switch loses what does not fit into its queue.
+constexpr std::size_t kMinLossySegment = 4 * 1024;
 
 Cluster validated(Cluster cluster) {
   cluster.validate();
@@ -108,6 +111,7 @@ AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm,
   load.header_bytes = 0;
   load.plan = multiring::load_of(Plan(cluster_, options));
   load.segments = segments_of(options, algorithm.segment);
+  load.queued_bytes = multiring::queued_bytes(*load.plan, load.segments);
   return load;
 }
 
@@ -145,7 +149,9 @@ AlgorithmTable::Load AlgorithmTable::message_load(const PlanOptions& options) co
 double AlgorithmTable::seconds(const Load& load, const Cluster& cluster, const CostModel& model) const {
   double seconds = model.call_seconds;
   if (load.header_bytes) seconds += round_.seconds(*load.header_bytes, *load.header_bytes, 1, cluster, model);
-  if (load.plan) return seconds + price(*load.plan, cluster, model).seconds(load.segments);
+  if (load.plan)
+    return seconds + price(*load.plan, cluster, model).seconds(load.segments) +
+           model.held_up(load.queued_bytes);
   if (load.messages) return seconds + load.messages->seconds(load.piece, staging_bytes_, cluster, model);
   seconds += round_seconds(load, load.last_round_bytes, cluster, model);
   if (load.segments > 1)
@@ -169,9 +175,7 @@ double AlgorithmTable::queued_bytes(const Load& load) const {
   if (!load.plan)
     return round_of(load).queued_parts() *
            static_cast<double>(std::max(load.round_bytes, load.last_round_bytes));
-  double most = 0.0;
-  for (const StepLoad& step : *load.plan) most = std::max(most, step.queued_bytes);
-  return most;
+  return load.queued_bytes;
 }
 
 const RoundLoad& AlgorithmTable::round_of(const Load& load) const {
@@ -205,24 +209,31 @@ AlgorithmTable::Entry AlgorithmTable::unplanned(CrossingAlgorithm::Kind kind,
 
 /// The largest segment with which a plan is as quick as with any, if `options` name none (0: that of
 /// plan_segment_bytes), and how long it takes then. A broadcast reaches the hosts one after the other, sooner
-/// in smaller segments; others keep all links busy from the first hop on. None: staging memory is too small
-/// for so many blocks.
+/// in smaller segments; others keep all links busy from the first hop on. Of smaller ones less is on its way
+/// to a host at a time, so that a switch may lose none of it. None: staging memory is too small for so many
+/// blocks.
 std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan& plan,
                                                                       const PlanOptions& options) const {
   Load load;
   load.header_bytes = 0;
   load.plan = multiring::load_of(plan);
+  const bool is_lossy = model_.loss_seconds > 0.0;
   std::vector<Segmented> tried;
   const auto add = [&](std::size_t segment) {
     load.segments = segments_of(options, segment);
-    if (load.segments > 0) tried.push_back({segment, seconds(load, cluster_, model_)});
+    if (load.segments == 0) return;
+    if (is_lossy) load.queued_bytes = multiring::queued_bytes(*load.plan, load.segments);
+    tried.push_back({segment, seconds(load, cluster_, model_)});
   };
   add(options.segment);
-  const std::size_t least = std::max(
-      kMinBroadcastSegment, plan.count() * element_bytes(options) /
-                                (kBroadcastSegmentsOfHost * static_cast<std::size_t>(cluster_.host_count())));
-  if (plan.collective() == Collective::kBroadcast && plan.count() > 0 && options.segment == 0)
-    for (std::size_t segment = kMaxBroadcastSegment; segment >= least; segment /= 2) add(segment);
+  std::size_t least = kMaxTriedSegment + 1;
+  if (plan.collective() == Collective::kBroadcast)
+    least = std::max(kMinBroadcastSegment,
+                     plan.count() * element_bytes(options) /
+                         (kBroadcastSegmentsOfHost * static_cast<std::size_t>(cluster_.host_count())));
+  if (model_.held_up(load.queued_bytes) > 0.0) least = kMinLossySegment;
+  if (plan.count() > 0 && options.segment == 0)
+    for (std::size_t segment = kMaxTriedSegment; segment >= least; segment /= 2) add(segment);
   if (tried.empty()) return std::nullopt;
   return simplest_quick(tried);
 }

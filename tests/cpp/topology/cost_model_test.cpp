@@ -71,20 +71,36 @@ TEST(CostModel, WhatSeveralSendToOneMayBeLost) {
   CostModel lossy = network_only();
   lossy.queue_bytes = 64e3;
   lossy.loss_seconds = 0.1;
-  const auto lost = [&](const char* mode, std::size_t bytes) {
+  const auto lost = [&](const char* mode, std::size_t bytes, std::size_t pieces = 1) {
     PlanOptions options = options_for(mode, bytes / sizeof(float));
     options.order = Order::kAny;
     const Plan plan(gigabit(8, 1), options);
-    return (predict(plan, lossy) - predict(plan, network_only())) / lossy.loss_seconds;
+    return lossy.held_up(queued_bytes(load_of(plan), pieces)) / lossy.loss_seconds;
   };
-  // Of seven that send an eighth each, six wait: there and back.
+  // Of seven that send an eighth each, six wait.
   EXPECT_NEAR(lost("1px8p", 80'000), 0.0, 1e-9);
-  EXPECT_NEAR(lost("1px8p", 88'000), 2.0, 1e-9);
+  EXPECT_NEAR(lost("1px8p", 88'000), 1.0, 1e-9);
   // Of a ring in both directions one of two.
   EXPECT_NEAR(lost("1px8r", 800'000), 0.0, 1e-9);
-  EXPECT_NEAR(lost("1px8r", 1'600'000), 2.0, 1e-9);
+  EXPECT_NEAR(lost("1px8r", 1'600'000), 1.0, 1e-9);
   EXPECT_NEAR(lost("1px2px2px2p", 64'000'000), 0.0, 1e-9) << "one by one";
   EXPECT_NEAR(lost("1px8d", 64'000'000), 0.0, 1e-9) << "one by one";
+  EXPECT_NEAR(lost("1px2px2px2p", 1'048'576, 4), 1.0, 1e-9) << "pieces are in several dimensions";
+  EXPECT_NEAR(lost("1px2px2px2p", 1'048'576, 32), 0.0, 1e-9) << "of short pieces";
+}
+
+TEST(PlanLoad, PiecesThatAreInSeveralHopsWaitForAHostTogether) {
+  const auto queued = [](const char* mode, std::size_t bytes, std::size_t pieces) {
+    return queued_bytes(load_of(Plan(gigabit(8, 1), options_for(mode, bytes / sizeof(float)))), pieces);
+  };
+  // Six of seven wait, in both hops; of two pieces none is in the second hop before both are in the first.
+  EXPECT_NEAR(queued("1px8p", 8192, 1), 6144.0, 1e-9);
+  EXPECT_NEAR(queued("1px8p", 8192, 2), 6144.0, 1e-9);
+  EXPECT_NEAR(queued("1px8p", 8192, 64), 2.0 * 2.0 * 6144.0 / 64.0, 1e-9) << "two in each hop";
+  // Halves, quarters and eighths, there and back; the first are from the same host as the last.
+  EXPECT_NEAR(queued("1px2px2px2p", 8192, 1), 0.0, 1e-9);
+  EXPECT_NEAR(queued("1px2px2px2p", 8192, 2), 1024.0, 1e-9) << "one in halves, one in quarters";
+  EXPECT_NEAR(queued("1px2px2px2p", 8192, 64), 2.0 * 2.0 * (2048.0 + 1024.0) / 64.0, 1e-9);
 }
 
 TEST(CostModel, SmallMessagesCostTheRounds) {
