@@ -96,16 +96,19 @@ double PlanCost::seconds(std::size_t segments) const {
   double first = 0.0;
   double interface = 0.0;
   double processor = 0.0;
+  double hop = 0.0;
   for (const StepCost& step : steps) {
     const double memory = step.synchronisation + step.memory / pieces;
     interface += step.interface_messages;
     processor += step.messages + memory;
+    if (step.hops > 0) hop = std::max(hop, step.latency / step.hops);
     // Later messages of an interface are hidden behind the wire.
     first += step.latency + step.interface_messages + memory +
              std::max({step.wire / pieces, step.messages, step.interface_messages});
   }
-  // Pieces are in different hops, which keep different links busy. A rank sends and adds with one processor.
-  const double each = std::max({busiest_link / pieces, interface, processor});
+  // Pieces are in different hops, which keep different links busy, some in each. A rank sends and adds with
+  // one processor.
+  const double each = std::max({busiest_link / pieces, interface, processor, hop / kPipelineDepth});
   return first + (pieces - 1.0) * each;
 }
 

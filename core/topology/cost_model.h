@@ -39,8 +39,11 @@ struct CostModel {
 
   /// The part of so many bytes that takes a link its time: hardly any of few, all but a burst of many.
   double beyond_burst(double bytes) const { return bytes > 0.0 ? bytes / (bytes + burst_bytes) : 1.0; }
-  /// Seconds for which a loss holds up what has so many bytes wait for one host.
-  double held_up(double queued_bytes) const { return queued_bytes > queue_bytes ? loss_seconds : 0.0; }
+  /// Seconds for which losses hold up what has bytes wait for one host. Those of pieces that are on their way
+  /// at once are noticed at once.
+  double held_up(const QueueLoad& queue) const {
+    return queue.bytes > queue_bytes ? queue.times * loss_seconds : 0.0;
+  }
 };
 
 /// Predicted seconds of a step in which chunks go whole.

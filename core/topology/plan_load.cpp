@@ -1,6 +1,7 @@
 #include "topology/plan_load.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -126,11 +127,11 @@ std::size_t pieces_in_hop(std::size_t hop, std::size_t iteration, std::size_t pi
 
 }  // namespace
 
-double queued_bytes(const PlanLoad& load, std::size_t segments) {
+QueueLoad queue_of(const PlanLoad& load, std::size_t segments) {
   std::vector<const HostBytes*> hops;
   for (const StepLoad& step : load)
     for (const HostBytes& hop : step.received) hops.push_back(&hop);
-  double most = 0.0;
+  QueueLoad queue;
   // With more pieces all hops have some for longer.
   const std::size_t iterations = kPipelineDepth * hops.size();
   const std::size_t pieces = std::min(segments, iterations + 1);
@@ -143,9 +144,11 @@ double queued_bytes(const PlanLoad& load, std::size_t segments) {
       for (const auto& [host, senders] : *hops[hop])
         for (const auto& [sender, bytes] : senders) passing[host][sender] += part * bytes;
     }
-    most = std::max(most, queued_bytes(passing));
+    queue.bytes = std::max(queue.bytes, queued_bytes(passing));
   }
-  return most;
+  if (iterations > 0)
+    queue.times = std::ceil(static_cast<double>(segments) / static_cast<double>(iterations));
+  return queue;
 }
 
 PlanLoad load_of(const Plan& plan) {

@@ -44,8 +44,13 @@ MULTIRING_API PlanLoad load_of(const Plan& plan);
 /// all but what the one brings that brings the most.
 MULTIRING_API double queued_bytes(const HostBytes& received);
 
-/// The same if every chunk goes in so many pieces (at least 1): kPipelineDepth of them are in a hop, while
-/// those before are in the next one.
-MULTIRING_API double queued_bytes(const PlanLoad& load, std::size_t segments);
+struct QueueLoad {
+  double bytes = 0.0;  ///< the most that waits for one host at a time (queued_bytes)
+  double times = 1.0;  ///< that as many pieces pass as are on their way at once
+};
+
+/// Of a plan whose chunks go in so many pieces (at least 1): kPipelineDepth of them are in a hop, while those
+/// before are in the next one.
+MULTIRING_API QueueLoad queue_of(const PlanLoad& load, std::size_t segments);
 
 }  // namespace multiring

@@ -111,7 +111,7 @@ AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm,
   load.header_bytes = 0;
   load.plan = multiring::load_of(Plan(cluster_, options));
   load.segments = segments_of(options, algorithm.segment);
-  load.queued_bytes = multiring::queued_bytes(*load.plan, load.segments);
+  load.queue = queue_of(*load.plan, load.segments);
   return load;
 }
 
@@ -150,8 +150,7 @@ double AlgorithmTable::seconds(const Load& load, const Cluster& cluster, const C
   double seconds = model.call_seconds;
   if (load.header_bytes) seconds += round_.seconds(*load.header_bytes, *load.header_bytes, 1, cluster, model);
   if (load.plan)
-    return seconds + price(*load.plan, cluster, model).seconds(load.segments) +
-           model.held_up(load.queued_bytes);
+    return seconds + price(*load.plan, cluster, model).seconds(load.segments) + model.held_up(load.queue);
   if (load.messages) return seconds + load.messages->seconds(load.piece, staging_bytes_, cluster, model);
   seconds += round_seconds(load, load.last_round_bytes, cluster, model);
   if (load.segments > 1)
@@ -175,7 +174,7 @@ double AlgorithmTable::queued_bytes(const Load& load) const {
   if (!load.plan)
     return round_of(load).queued_parts() *
            static_cast<double>(std::max(load.round_bytes, load.last_round_bytes));
-  return load.queued_bytes;
+  return load.queue.bytes;
 }
 
 const RoundLoad& AlgorithmTable::round_of(const Load& load) const {
@@ -222,7 +221,7 @@ std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan
   const auto add = [&](std::size_t segment) {
     load.segments = segments_of(options, segment);
     if (load.segments == 0) return;
-    if (is_lossy) load.queued_bytes = multiring::queued_bytes(*load.plan, load.segments);
+    if (is_lossy) load.queue = queue_of(*load.plan, load.segments);
     tried.push_back({segment, seconds(load, cluster_, model_)});
   };
   add(options.segment);
@@ -231,7 +230,7 @@ std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan
     least = std::max(kMinBroadcastSegment,
                      plan.count() * element_bytes(options) /
                          (kBroadcastSegmentsOfHost * static_cast<std::size_t>(cluster_.host_count())));
-  if (model_.held_up(load.queued_bytes) > 0.0) least = kMinLossySegment;
+  if (model_.held_up(load.queue) > 0.0) least = kMinLossySegment;
   if (plan.count() > 0 && options.segment == 0)
     for (std::size_t segment = kMaxTriedSegment; segment >= least; segment /= 2) add(segment);
   if (tried.empty()) return std::nullopt;

@@ -61,7 +61,8 @@ double RoundLoad::seconds(std::size_t bytes, std::size_t taken, std::size_t roun
   double seconds = 0.0;
   for (const Host& host : cluster.hosts)  // when ranks have published, and when all has arrived
     if (host.ranks.size() > 1) seconds = std::max(seconds, 2 * host.memory.latency);
-  for (const double queued : queued_parts_) seconds += model.held_up(queued * static_cast<double>(bytes));
+  for (const double queued : queued_parts_)
+    seconds += model.held_up({queued * static_cast<double>(bytes), 1.0});
   for (const auto& step : steps_) {
     double sending = 0.0;
     double all_messages = 0.0;

@@ -75,7 +75,7 @@ TEST(CostModel, WhatSeveralSendToOneMayBeLost) {
     PlanOptions options = options_for(mode, bytes / sizeof(float));
     options.order = Order::kAny;
     const Plan plan(gigabit(8, 1), options);
-    return lossy.held_up(queued_bytes(load_of(plan), pieces)) / lossy.loss_seconds;
+    return lossy.held_up(queue_of(load_of(plan), pieces)) / lossy.loss_seconds;
   };
   // Of seven that send an eighth each, six wait.
   EXPECT_NEAR(lost("1px8p", 80'000), 0.0, 1e-9);
@@ -87,11 +87,12 @@ TEST(CostModel, WhatSeveralSendToOneMayBeLost) {
   EXPECT_NEAR(lost("1px8d", 64'000'000), 0.0, 1e-9) << "one by one";
   EXPECT_NEAR(lost("1px2px2px2p", 1'048'576, 4), 1.0, 1e-9) << "pieces are in several dimensions";
   EXPECT_NEAR(lost("1px2px2px2p", 1'048'576, 32), 0.0, 1e-9) << "of short pieces";
+  EXPECT_NEAR(lost("1px8p", 64'000'000, 8), 2.0, 1e-9) << "of four at a time";
 }
 
 TEST(PlanLoad, PiecesThatAreInSeveralHopsWaitForAHostTogether) {
   const auto queued = [](const char* mode, std::size_t bytes, std::size_t pieces) {
-    return queued_bytes(load_of(Plan(gigabit(8, 1), options_for(mode, bytes / sizeof(float)))), pieces);
+    return queue_of(load_of(Plan(gigabit(8, 1), options_for(mode, bytes / sizeof(float)))), pieces).bytes;
   };
   // Six of seven wait, in both hops; of two pieces none is in the second hop before both are in the first.
   EXPECT_NEAR(queued("1px8p", 8192, 1), 6144.0, 1e-9);
@@ -159,6 +160,13 @@ TEST(CostModel, ARankSendsAndAddsWithOneProcessor) {
   double processor = 0.0;
   for (const StepCost& step : cost.steps) processor += kPieces * step.messages + step.memory;
   EXPECT_NEAR(cost.seconds(kPieces), processor, 0.01 * processor);
+}
+
+TEST(CostModel, ShortPiecesWaitForEachOther) {
+  constexpr double kLatency = 1e-3;
+  const PlanCost cost =
+      predict_steps(Plan(gigabit(4, 1, kLatency), options_for("1px4p", 4)), network_only());
+  EXPECT_NEAR(cost.seconds(101) - cost.seconds(1), 100 * kLatency / 2, 1e-5) << "two are in a hop";
 }
 
 TEST(CostModel, ADimensionMayHaveALinkOfItsOwn) {
