@@ -25,8 +25,8 @@ struct CostModel {
   /// About so many bytes of a collective pass a link at once, where it saves up what it did not send (a token
   /// bucket), or has a queue.
   double burst_bytes = 0.0;
-  /// What a switch keeps for a host to which several send at once. It loses what is more, which takes
-  /// `loss_seconds` to be noticed and sent again (incast).
+  /// So much may be on its way to a host at once, which a switch keeps for it. It loses what is more, which
+  /// takes `loss_seconds` to be noticed and sent again (incast).
   double queue_bytes = std::numeric_limits<double>::infinity();
   double loss_seconds = 0.0;
   double shared_message_seconds = 0.0;  ///< of what all ranks share, for one message of any of them

@@ -28,10 +28,10 @@ class StepCounter {
     load.hops = hop_count(step);
     for (int hop = 0; hop < load.hops; ++hop) {
       traffic_.clear();
-      HostBytes received;
+      HostBytes received(plan_.cluster().hosts.size());
       for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) {
         traffic_.add(step, transfer);
-        received[traffic_.host_of(transfer.to)][traffic_.host_of(transfer.from)] +=
+        received[static_cast<std::size_t>(traffic_.host_of(transfer.to))] +=
             static_cast<double>(transfer.bytes);
       });
       add_memory(load);
@@ -100,20 +100,6 @@ class StepCounter {
 
 }  // namespace
 
-double queued_bytes(const HostBytes& received) {
-  double most = 0.0;
-  for (const auto& [host, senders] : received) {
-    double all = 0.0;
-    double largest = 0.0;
-    for (const auto& [sender, bytes] : senders) {
-      all += bytes;
-      largest = std::max(largest, bytes);
-    }
-    most = std::max(most, all - largest);
-  }
-  return most;
-}
-
 namespace {
 
 /// How many of `pieces` are in a hop after so many iterations of a plan.
@@ -132,22 +118,20 @@ QueueLoad queue_of(const PlanLoad& load, std::size_t segments) {
   for (const StepLoad& step : load)
     for (const HostBytes& hop : step.received) hops.push_back(&hop);
   QueueLoad queue;
+  if (hops.empty()) return queue;
   // With more pieces all hops have some for longer.
   const std::size_t iterations = kPipelineDepth * hops.size();
   const std::size_t pieces = std::min(segments, iterations + 1);
   for (std::size_t iteration = 0; iteration < pieces + iterations; ++iteration) {
-    HostBytes passing;
+    HostBytes passing(hops.front()->size());
     for (std::size_t hop = 0; hop < hops.size(); ++hop) {
-      const std::size_t there = pieces_in_hop(hop, iteration, pieces);
-      if (there == 0) continue;
-      const double part = static_cast<double>(there) / static_cast<double>(segments);
-      for (const auto& [host, senders] : *hops[hop])
-        for (const auto& [sender, bytes] : senders) passing[host][sender] += part * bytes;
+      const auto there = static_cast<double>(pieces_in_hop(hop, iteration, pieces));
+      for (std::size_t host = 0; there > 0.0 && host < passing.size(); ++host)
+        passing[host] += there / static_cast<double>(segments) * (*hops[hop])[host];
     }
-    queue.bytes = std::max(queue.bytes, queued_bytes(passing));
+    queue.bytes = std::max(queue.bytes, std::ranges::max(passing));
   }
-  if (iterations > 0)
-    queue.times = std::ceil(static_cast<double>(segments) / static_cast<double>(iterations));
+  queue.times = std::ceil(static_cast<double>(segments) / static_cast<double>(iterations));
   return queue;
 }
 

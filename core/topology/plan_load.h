@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <map>
 #include <vector>
 
 #include "base/export.h"
@@ -15,8 +14,8 @@ struct LinkLoad {
   double received = 0.0;
 };
 
-/// By receiving host, then sending host: bytes that go at the same time.
-using HostBytes = std::map<int, std::map<int, double>>;
+/// By receiving host.
+using HostBytes = std::vector<double>;
 
 /// What a step in which chunks go whole does, whatever that costs: hop by hop, of the busiest.
 struct StepLoad {
@@ -40,12 +39,10 @@ using PlanLoad = std::vector<StepLoad>;
 
 MULTIRING_API PlanLoad load_of(const Plan& plan);
 
-/// The most that waits for the link of a host while others send to it at once, all as quickly as it receives:
-/// all but what the one brings that brings the most.
-MULTIRING_API double queued_bytes(const HostBytes& received);
-
+/// What the queue of a switch may have to keep for a host. All that is on its way to it counts, for a link
+/// that has saved up what it did not send passes more at once than the next one.
 struct QueueLoad {
-  double bytes = 0.0;  ///< the most that waits for one host at a time (queued_bytes)
+  double bytes = 0.0;  ///< the most that is on its way to one host at a time
   double times = 1.0;  ///< that as many pieces pass as are on their way at once
 };
 
