@@ -1,8 +1,10 @@
 #include "topology/plan_load.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include "topology/traffic.h"
 
@@ -26,17 +28,16 @@ class StepCounter {
     load.hops = hop_count(step);
     for (int hop = 0; hop < load.hops; ++hop) {
       traffic_.clear();
-      HostBytes received;
+      HostBytes received(plan_.cluster().hosts.size());
       for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) {
         traffic_.add(step, transfer);
-        received[traffic_.host_of(transfer.to)][traffic_.host_of(transfer.from)] +=
+        received[static_cast<std::size_t>(traffic_.host_of(transfer.to))] +=
             static_cast<double>(transfer.bytes);
       });
       add_memory(load);
       if (!step.across_hosts()) continue;
       add_messages(load);
-      if (plan_.cluster().fully_linked())
-        load.queued_bytes = std::max(load.queued_bytes, queued_bytes(received));
+      if (plan_.cluster().fully_linked()) load.received.push_back(std::move(received));
     }
     return load;
   }
@@ -99,18 +100,39 @@ class StepCounter {
 
 }  // namespace
 
-double queued_bytes(const HostBytes& received) {
-  double most = 0.0;
-  for (const auto& [host, senders] : received) {
-    double all = 0.0;
-    double largest = 0.0;
-    for (const auto& [sender, bytes] : senders) {
-      all += bytes;
-      largest = std::max(largest, bytes);
+namespace {
+
+/// How many of `pieces` are in a hop after so many iterations of a plan.
+std::size_t pieces_in_hop(std::size_t hop, std::size_t iteration, std::size_t pieces) {
+  const std::size_t begin = kPipelineDepth * hop;  // of the first
+  if (iteration < begin) return 0;
+  const std::size_t posted = std::min(iteration - begin + 1, pieces);
+  const std::size_t left = iteration - begin + 1 - std::min(iteration - begin + 1, kPipelineDepth);
+  return posted - std::min(posted, left);
+}
+
+}  // namespace
+
+QueueLoad queue_of(const PlanLoad& load, std::size_t segments) {
+  std::vector<const HostBytes*> hops;
+  for (const StepLoad& step : load)
+    for (const HostBytes& hop : step.received) hops.push_back(&hop);
+  QueueLoad queue;
+  if (hops.empty()) return queue;
+  // With more pieces all hops have some for longer.
+  const std::size_t iterations = kPipelineDepth * hops.size();
+  const std::size_t pieces = std::min(segments, iterations + 1);
+  for (std::size_t iteration = 0; iteration < pieces + iterations; ++iteration) {
+    HostBytes passing(hops.front()->size());
+    for (std::size_t hop = 0; hop < hops.size(); ++hop) {
+      const auto there = static_cast<double>(pieces_in_hop(hop, iteration, pieces));
+      for (std::size_t host = 0; there > 0.0 && host < passing.size(); ++host)
+        passing[host] += there / static_cast<double>(segments) * (*hops[hop])[host];
     }
-    most = std::max(most, all - largest);
+    queue.bytes = std::max(queue.bytes, std::ranges::max(passing));
   }
-  return most;
+  queue.times = std::ceil(static_cast<double>(segments) / static_cast<double>(iterations));
+  return queue;
 }
 
 PlanLoad load_of(const Plan& plan) {
