@@ -42,7 +42,8 @@ struct CostModel {
   /// Seconds for which losses hold up what has bytes wait for one host. Those of pieces that are on their way
   /// at once are noticed at once.
   double held_up(const QueueLoad& queue) const {
-    return queue.bytes > queue_bytes ? queue.times * loss_seconds : 0.0;
+    constexpr double kRounding = 1.0 + 1e-9;  // as much as has passed may come out a little more
+    return queue.bytes > queue_bytes * kRounding ? queue.times * loss_seconds : 0.0;
   }
 };
 

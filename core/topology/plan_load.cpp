@@ -100,38 +100,36 @@ class StepCounter {
 
 }  // namespace
 
-namespace {
-
-/// How many of `pieces` are in a hop after so many iterations of a plan.
-std::size_t pieces_in_hop(std::size_t hop, std::size_t iteration, std::size_t pieces) {
-  const std::size_t begin = kPipelineDepth * hop;  // of the first
-  if (iteration < begin) return 0;
-  const std::size_t posted = std::min(iteration - begin + 1, pieces);
-  const std::size_t left = iteration - begin + 1 - std::min(iteration - begin + 1, kPipelineDepth);
-  return posted - std::min(posted, left);
-}
-
-}  // namespace
-
 QueueLoad queue_of(const PlanLoad& load, std::size_t segments) {
-  std::vector<const HostBytes*> hops;
+  std::vector<HostBytes> until;  // bytes of the hops before each, and of all
   for (const StepLoad& step : load)
-    for (const HostBytes& hop : step.received) hops.push_back(&hop);
-  QueueLoad queue;
-  if (hops.empty()) return queue;
-  // With more pieces all hops have some for longer.
-  const std::size_t iterations = kPipelineDepth * hops.size();
-  const std::size_t pieces = std::min(segments, iterations + 1);
-  for (std::size_t iteration = 0; iteration < pieces + iterations; ++iteration) {
-    HostBytes passing(hops.front()->size());
-    for (std::size_t hop = 0; hop < hops.size(); ++hop) {
-      const auto there = static_cast<double>(pieces_in_hop(hop, iteration, pieces));
-      for (std::size_t host = 0; there > 0.0 && host < passing.size(); ++host)
-        passing[host] += there / static_cast<double>(segments) * (*hops[hop])[host];
+    for (const HostBytes& hop : step.received) {
+      if (until.empty()) until.emplace_back(hop.size());
+      until.push_back(until.back());
+      for (std::size_t host = 0; host < hop.size(); ++host) until.back()[host] += hop[host];
     }
-    queue.bytes = std::max(queue.bytes, std::ranges::max(passing));
-  }
+  QueueLoad queue;
+  if (until.empty()) return queue;
+  const std::size_t hops = until.size() - 1;
+  const std::size_t iterations = kPipelineDepth * hops;  // of a piece
   queue.times = std::ceil(static_cast<double>(segments) / static_cast<double>(iterations));
+  if (segments > iterations) {  // all hops have as many as they can at once
+    queue.bytes = std::ranges::max(until.back()) * kPipelineDepth / static_cast<double>(segments);
+    return queue;
+  }
+  for (std::size_t iteration = 0; iteration < segments + iterations; ++iteration) {
+    HostBytes passing(until[0].size());
+    for (std::size_t ago = 0; ago < std::min(kPipelineDepth, iteration + 1); ++ago) {
+      // Each hop is that much behind the one before it, from the first piece to the last.
+      const std::size_t posted = iteration - ago;
+      const std::size_t end = std::min(posted / kPipelineDepth + 1, hops);
+      const std::size_t ended = posted + 1 - std::min(posted + 1, segments);
+      const std::size_t begin = std::min((ended + kPipelineDepth - 1) / kPipelineDepth, end);
+      for (std::size_t host = 0; host < passing.size(); ++host)
+        passing[host] += until[end][host] - until[begin][host];
+    }
+    queue.bytes = std::max(queue.bytes, std::ranges::max(passing) / static_cast<double>(segments));
+  }
   return queue;
 }
 

@@ -19,7 +19,7 @@ from multiring import _core as native
 from multiring.errors import UsageError
 from multiring.settings import Settings
 from multiring.tuning.file import OFF, ROUNDS, has_costs
-from multiring.tuning.measure import Measured, algorithms_of, measure
+from multiring.tuning.measure import MIN_TURNS, Measured, algorithms_of, measure
 from multiring.units import seconds_text, size_text
 
 if TYPE_CHECKING:
@@ -70,8 +70,10 @@ def _measure_costs(comm: Communicator) -> None:
     if barrier <= _MAX_BARRIER_SECONDS:
         algorithms = algorithms_of(comm, few=True)
         measured = measure(comm, algorithms, _SIZES, _SECONDS, _log.debug, turn_seconds=0.0)
-        if measured and (segmented := _quickest_in_segments(measured)):
-            measured += measure(comm, [segmented], _SIZES[-1:], 0.0, _log.debug, turn_seconds=0.0)
+        if measured and (probe := _loss_probe(measured)):
+            measured += measure(
+                comm, [probe], _SIZES[-1:], 0.0, _log.debug, turn_seconds=0.0, first_seconds=_SECONDS
+            )
     # The measured times are the same on all ranks; what rank 0 makes of them is so for certain.
     costs = comm.broadcast_object(_costs_line(comm, measured, barrier) if comm.rank == 0 else "")
     rules = comm._core.tuning
@@ -82,16 +84,19 @@ def _measure_costs(comm: Communicator) -> None:
         _log.info("measured %s in %.0f ms: %s", what, 1e3 * (time.perf_counter() - began), costs)
 
 
-def _quickest_in_segments(measured: Sequence[Measured]) -> str:
-    """What to measure of the largest size if losses took the time for it; empty: it is measured, or too slow.
+def _loss_probe(measured: Sequence[Measured]) -> str:
+    """What to measure of the largest size if losses took the time for it; empty: it is measured, or the
+    network is too slow.
 
-    In small segments nothing is lost: that tells a network that loses bytes from a slow one.
+    In small segments less is lost, if anything: that tells a network that loses bytes from a slow one.
     """
     size = max(one.nbytes for one in measured)
-    best = min((one for one in measured if one.nbytes == size), key=lambda one: one.seconds)
-    if size == _SIZES[-1] or best.algorithm == ROUNDS or best.seconds * _SIZES[-1] > _SECONDS * size:
+    planned = [one for one in measured if one.nbytes == size and one.algorithm != ROUNDS]
+    # Small sizes pass where large ones lose bytes.
+    turn = _SIZES[-1] * min(one.seconds / one.nbytes for one in measured)
+    if size == _SIZES[-1] or not planned or MIN_TURNS * turn > _SECONDS:
         return ""
-    return f"{best.algorithm}/{_SEGMENT}"
+    return f"{min(planned, key=lambda one: one.seconds).algorithm}/{_SEGMENT}"
 
 
 def _costs_line(comm: Communicator, measured: Sequence[Measured], barrier: float) -> str:

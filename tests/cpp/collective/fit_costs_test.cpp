@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -117,6 +118,20 @@ TEST(FitCosts, IsNotMisledByALittleNoise) {
   }
 }
 
+TEST(FitCosts, OneStallIsNoLoss) {
+  for (const std::vector<int>& ranks : {std::vector<int>(2, 1), std::vector<int>(4, 1)}) {
+    const Cluster cluster = hosts_of(ranks);
+    const std::string flat = "1px" + std::to_string(ranks.size());
+    for (const Job& job : jobs()) {
+      std::vector<AllreduceProbe> probes =
+          measured_at(cluster, job.costs, {"rounds", flat + "p", flat + "d", flat + "t"}, 0.1);
+      probes.back().seconds += 0.03;
+      EXPECT_EQ(fit_costs(cluster, probes, kStaging).queue_bytes, std::numeric_limits<double>::infinity())
+          << job.name << " " << flat;
+    }
+  }
+}
+
 // Between what passed and what was lost it is taken for lost: to be wrong there costs little.
 TEST(FitCosts, NothingIsChosenThatASwitchWithAShortQueueLoses) {
   JobCosts lossy;
@@ -138,6 +153,9 @@ TEST(FitCosts, NothingIsChosenThatASwitchWithAShortQueueLoses) {
       SCOPED_TRACE(within + flat + " " + std::to_string(bytes) + ": " + format_costs(fitted));
       const double chosen = predicted(cluster, lossy, chosen_at(cluster, fitted, bytes), bytes);
       const double quickest = predicted(cluster, lossy, chosen_at(cluster, lossy, bytes), bytes);
+      EXPECT_LT(quickest, lossy.loss_seconds) << "in segments of which nothing is lost";
+      for (const std::string& name : few)
+        EXPECT_LE(quickest, kAsGood * predicted(cluster, lossy, name, bytes)) << name;
       EXPECT_LE(chosen, 2.0 * quickest) << algorithm_name(chosen_at(cluster, fitted, bytes)) << "/"
                                         << chosen_at(cluster, fitted, bytes).segment;
     }
