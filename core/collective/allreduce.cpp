@@ -87,13 +87,32 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
   staged.run();
 }
 
+/// Those pieces of an array that lie on the host, which are the same on all ranks.
+void reduce_host_pieces(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                        std::size_t max_rounds) {
+  Operation rest;
+  rest.descriptor = operation.descriptor;
+  for (std::size_t i = 0; i < operation.pieces.size(); ++i)
+    if (!operation.on_devices->pieces[i].on_device()) rest.pieces.push_back(operation.pieces[i]);
+  Operation* const operations[] = {&rest};
+  const std::size_t bytes = PieceList(operations).bytes();
+  if (rest.pieces.empty() || bytes == 0) return;
+  StagedAllreduce staged(exchange, call, operations, bytes <= max_rounds);
+  exchange.next(call, [&] { staged.stage_first(); });
+  staged.run();
+}
+
 /// Of a rank that offers to reduce by NCCL: so if all do and it can be, else as the others do.
 void reduce_on_devices(Exchange& exchange, const OperationCall& call, Operation& operation) {
   Descriptor descriptor = operation.descriptor;
   const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
   descriptor.key.algorithm = choice.hash();
   exchange.match(call, descriptor);
-  if (all_offer_nccl(exchange) && exchange.nccl().allreduce(exchange, call, operation)) return;
+  const auto meanwhile = [&] { reduce_host_pieces(exchange, call, operation, choice.max_rounds); };
+  const bool by_nccl =
+      all_offer_nccl(exchange) && exchange.nccl().allreduce(exchange, call, operation, meanwhile);
+  exchange.nccl().note_offer(operation, by_nccl);
+  if (by_nccl) return;
   copy_after_all(operation, exchange, call);
   Operation* const operations[] = {&operation};
   StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);

@@ -76,6 +76,8 @@ struct MULTIRING_API Descriptor {
   /// The rank's number of the device on which it offers to reduce by NCCL; negative: it does not. Not
   /// compared.
   std::int8_t nccl_device = -1;
+  /// Where it offers that: a hash of which bytes of the array lie on the device (0: all). Not compared.
+  std::uint64_t nccl_division = 0;
   std::array<std::uint64_t, kMaxDims> shape{};
   std::array<char, kNameBytes> name{};  ///< cut if longer; name_hash covers all of it
 

@@ -103,17 +103,26 @@ void copy_from_devices(Operation& operation, int rank) {
   if (operation.on_devices == nullptr) return;
   DeviceArrays& arrays = *operation.on_devices;
   arrays.staging = std::make_unique<Staging>(arrays.devices);
-  arrays.stays = operation.descriptor.nccl_device >= 0;
   if (arrays.stays) {
-    arrays.staging->order_after(arrays.input);
-    arrays.staging->order_after(arrays.output);
+    for (const Buffer& array : {arrays.input, arrays.output})
+      if (array.on_device()) arrays.staging->order_after(array);
+    for (const Buffer& piece : arrays.pieces)
+      if (piece.on_device()) arrays.staging->order_after(piece);
     return;
   }
-  stage(operation, arrays, rank);
+  try {
+    stage(operation, arrays, rank);
+  } catch (const DeviceError& error) {
+    // What NCCL may take needs no copy, for which the host may have no memory to pin.
+    if (operation.descriptor.nccl_device < 0 || error.kind() == ErrorKind::kUsage) throw;
+    arrays.stays = true;
+    copy_from_devices(operation, rank);
+  }
 }
 
 void copy_after_all(Operation& operation, const Exchange& exchange, const OperationCall& call) {
   DeviceArrays& arrays = *operation.on_devices;
+  if (!arrays.stays) return;
   arrays.stays = false;
   stage(operation, arrays, exchange.rank());
   await_part(operation, Staging::kAll, exchange, call);

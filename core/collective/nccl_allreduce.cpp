@@ -5,7 +5,8 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <set>
+#include <limits>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -16,16 +17,21 @@
 namespace multiring {
 namespace {
 
-constexpr int kMaxDevices = 64;
+constexpr int kMaxDevice = std::numeric_limits<std::int8_t>::max();
 /// Of smaller arrays no rank looks for offers: they may be fused, or are added sooner than headers are read.
 constexpr std::size_t kMinBytes = std::size_t{64} << 10;
 
 /// What a rank tells of its NCCL, through staging memory.
 struct Offer {
-  int version = 0;                ///< 0: it cannot be used after all
+  int version = 0;
   bool shares_devices = false;    ///< the user lets several ranks use one device
   std::array<char, 16> device{};  ///< which it is, whatever number it has in this process
-  nccl::UniqueId id;              ///< of rank 0
+};
+
+/// What rank 0 makes for all when they go together: it keeps a socket open as long as the process lives.
+struct Meeting {
+  nccl::Result made = nccl::kSuccess;
+  nccl::UniqueId id;
 };
 
 bool lets_ranks_share_a_device() {
@@ -33,27 +39,104 @@ bool lets_ranks_share_a_device() {
   return set != nullptr && std::string_view(set) == "1";
 }
 
-Offer offer_of(const Devices& devices, const nccl::Library& library, int device, bool makes_id) {
+Offer offer_of(const Devices& devices, const nccl::Library& library, int device) {
   Offer offer;
   cuda::Device handle = 0;
   const cuda::Driver& driver = devices.driver();
   driver.check(driver.device_get(&handle, device), cuda::on("cuDeviceGet", device));
   driver.check(driver.device_uuid(offer.device.data(), handle), cuda::on("cuDeviceGetUuid", device));
   offer.shares_devices = lets_ranks_share_a_device();
-  if (!makes_id || library.unique_id(&offer.id) == nccl::kSuccess) offer.version = library.version;
+  offer.version = library.version;
   return offer;
 }
 
-/// All ranks decide alike from the same offers.
-bool can_serve(const std::vector<Offer>& offers) {
-  std::set<std::array<char, 16>> devices;
-  bool shares = true;
-  for (const Offer& each : offers) {
-    if (each.version == 0 || each.version != offers[0].version) return false;
-    devices.insert(each.device);
-    shares = shares && each.shares_devices && each.version >= nccl::kSharedDevices;
+/// Why NCCL cannot serve these devices together; empty: it can. All ranks decide alike from the same offers.
+std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchange) {
+  const auto name = [&](std::size_t rank) { return exchange.name_of(static_cast<int>(rank)); };
+  std::map<std::array<char, 16>, std::size_t> first;  // ranks that have the devices
+  std::string sharing;
+  bool may_share = true;
+  for (std::size_t rank = 0; rank < offers.size(); ++rank) {
+    const Offer& each = offers[rank];
+    if (each.version != offers[0].version)
+      return name(0) + " has NCCL " + nccl::version_text(offers[0].version) + ", " + name(rank) + " has " +
+             nccl::version_text(each.version);
+    may_share = may_share && each.shares_devices && each.version >= nccl::kSharedDevices;
+    const auto [before, is_new] = first.try_emplace(each.device, rank);
+    if (!is_new) sharing = name(before->second) + " and " + name(rank) + " have theirs on one device";
   }
-  return shares || devices.size() == offers.size();
+  return may_share ? "" : sharing;
+}
+
+/// What each rank publishes, by rank.
+template <class Value>
+std::vector<Value> exchanged(Exchange& exchange, const OperationCall& call, const Value& mine) {
+  exchange.next(call, [&] {
+    std::memcpy(exchange.staging(exchange.rank()), &mine, sizeof mine);
+    exchange.staged(sizeof mine);
+  });
+  std::vector<Value> all(static_cast<std::size_t>(exchange.size()));
+  for (int rank = 0; rank < exchange.size(); ++rank)
+    std::memcpy(static_cast<void*>(&all[static_cast<std::size_t>(rank)]), exchange.staging(rank),
+                sizeof(Value));
+  return all;
+}
+
+/// The device on which all of these lie; -1: on none, on several, or in memory that moves.
+int device_of(std::span<const Buffer> arrays) {
+  int device = -1;
+  for (const Buffer& array : arrays) {
+    if (!array.on_device()) continue;
+    if (array.kind != MemoryKind::kDevice || (device >= 0 && array.device != device)) return -1;
+    device = array.device;
+  }
+  return device;
+}
+
+int device_of(const Operation& operation) {
+  const DeviceArrays& arrays = *operation.on_devices;
+  if (!operation.pieces.empty()) return device_of(arrays.pieces);
+  if (!arrays.input.on_device() || !arrays.output.on_device()) return -1;
+  const Buffer both[] = {arrays.input, arrays.output};
+  return device_of(both);
+}
+
+/// A hash of how many bytes lie on the host, and on the device piece by piece; never 0.
+std::uint64_t division_of(std::span<const Buffer> pieces) {
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  const auto add = [&hash](std::uint64_t number) {
+    hash = (hash ^ number) * 0x100000001b3ULL;
+    hash ^= hash >> 32U;
+  };
+  std::uint64_t on_host = 0;
+  for (const Buffer& piece : pieces) {
+    if (!piece.on_device()) {
+      on_host += piece.bytes;
+    } else if (piece.bytes > 0) {
+      add(on_host);
+      add(piece.bytes);
+      on_host = 0;
+    }
+  }
+  add(on_host);
+  return hash | 1U;
+}
+
+/// What is likely to be offered again, by its name, its size and its device.
+std::uint64_t key_of(const Descriptor& descriptor) {
+  return (descriptor.key.name_hash ^ descriptor.bytes) * 0x100000001b3ULL +
+         static_cast<std::uint64_t>(descriptor.nccl_device);
+}
+
+std::vector<nccl::Part> parts_of(const Operation& operation) {
+  const DeviceArrays& arrays = *operation.on_devices;
+  if (operation.pieces.empty())
+    return {{arrays.input.address, arrays.output.address, operation.descriptor.key.count}};
+  std::vector<nccl::Part> parts;
+  for (const Buffer& piece : arrays.pieces)
+    if (piece.on_device() && piece.bytes > 0)
+      parts.push_back({piece.address, piece.address, piece.bytes / operation.element_size()});
+  return parts;
 }
 
 /// Aborts, and returns when the program's arrays are its own again: when the stream has got to its end. A
@@ -102,78 +185,90 @@ bool any_offers_nccl(const Exchange& exchange) {
 }
 
 bool all_offer_nccl(const Exchange& exchange) {
-  for (int rank = 0; rank < exchange.size(); ++rank)
-    if (exchange.descriptor(rank).nccl_device < 0) return false;
+  for (int rank = 0; rank < exchange.size(); ++rank) {
+    const Descriptor& theirs = exchange.descriptor(rank);
+    if (theirs.nccl_device < 0 || theirs.nccl_division != exchange.descriptor(0).nccl_division) return false;
+  }
   return true;
 }
 
-int NcclGroups::device_of(const Operation& operation, const Exchange& exchange, std::size_t min_bytes) const {
-  const DeviceArrays* const arrays = operation.on_devices.get();
-  const Descriptor& descriptor = operation.descriptor;
-  if (arrays == nullptr || !arrays->any_order || descriptor.key.kind != OpKind::kAllreduce) return -1;
-  const bool lies_on_one = arrays->input.kind == MemoryKind::kDevice &&
-                           arrays->output.kind == MemoryKind::kDevice &&
-                           arrays->input.device == arrays->output.device && operation.pieces.empty();
-  const int device = arrays->input.device;
-  if (!lies_on_one || device < 0 || device >= kMaxDevices) return -1;
+void NcclGroups::offer(Operation& operation, const Exchange& exchange, std::size_t min_bytes) const {
+  DeviceArrays& arrays = *operation.on_devices;
+  Descriptor& descriptor = operation.descriptor;
+  descriptor.nccl_device = -1;
+  arrays.stays = false;
+  if (!arrays.any_order || descriptor.key.kind != OpKind::kAllreduce) return;
   if (exchange.size() == 1 || !exchange.transport().shares_memory() ||
-      exchange.transport().staging_bytes() < sizeof(Offer))
-    return -1;
+      exchange.transport().staging_bytes() < sizeof(Meeting))
+    return;
   if (descriptor.bytes < std::max(min_bytes, kMinBytes) || is_rounded(descriptor.key.comm_dtype) ||
       !nccl::dtype_code(descriptor.dtype) || !nccl::op_code(operation.reduction(), descriptor.dtype))
-    return -1;
-  if ((refused_.load(std::memory_order_relaxed) >> device & 1U) != 0) return -1;
+    return;
+  const int device = device_of(operation);
   std::string why;
-  return nccl::Library::find(&why) != nullptr ? device : -1;
+  if (device < 0 || device > kMaxDevice || nccl::Library::find(&why) == nullptr) return;
+  descriptor.nccl_device = static_cast<std::int8_t>(device);
+  descriptor.nccl_division = operation.pieces.empty() ? 0 : division_of(arrays.pieces);
+  const std::lock_guard lock(mutex_);
+  arrays.stays = !not_taken_.contains(key_of(descriptor));
+}
+
+void NcclGroups::note_offer(const Operation& operation, bool is_taken) {
+  constexpr std::size_t kMaxKept = 1000;
+  const std::lock_guard lock(mutex_);
+  if (is_taken)
+    not_taken_.erase(key_of(operation.descriptor));
+  else if (not_taken_.size() < kMaxKept)
+    not_taken_.insert(key_of(operation.descriptor));
 }
 
 nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& call,
                                      const Operation& operation) {
-  const auto size = static_cast<std::size_t>(exchange.size());
   std::vector<int> devices;
   for (int rank = 0; rank < exchange.size(); ++rank) devices.push_back(exchange.descriptor(rank).nccl_device);
   if (const auto found = made_.find(devices); found != made_.end()) return found->second.get();
 
   std::string why;
   const nccl::Library& library = *nccl::Library::find(&why);
+  const std::shared_ptr<Devices>& driven = operation.on_devices->devices;
   const int device = operation.descriptor.nccl_device;
-  const Offer mine = offer_of(*operation.on_devices->devices, library, device, exchange.rank() == 0);
-  exchange.next(call, [&] {
-    std::memcpy(exchange.staging(exchange.rank()), &mine, sizeof mine);
-    exchange.staged(sizeof mine);
-  });
-  std::vector<Offer> offers(size);
-  for (int rank = 0; rank < exchange.size(); ++rank)
-    std::memcpy(static_cast<void*>(&offers[static_cast<std::size_t>(rank)]), exchange.staging(rank),
-                sizeof(Offer));
+  const std::vector<Offer> offers = exchanged(exchange, call, offer_of(*driven, library, device));
   std::unique_ptr<nccl::Communicator>& made = made_[std::move(devices)];
-  if (can_serve(offers)) {
-    made = std::make_unique<nccl::Communicator>(library, operation.on_devices->devices, device);
-    running_ = made.get();
-    made->connect(exchange.size(), exchange.rank(), offers[0].id);
-    poll(
-        exchange, call, [&] { return made->is_ready(); },
-        "NCCL to connect the ranks. NCCL_DEBUG=INFO shows how far it is; MULTIRING_MODE=staged does without "
-        "it.");
-    running_ = nullptr;
-  } else {
-    refused_.fetch_or(std::uint64_t{1} << device, std::memory_order_relaxed);
-  }
+  if (const std::string refusal = refusal_of(offers, exchange); !refusal.empty())
+    return tell(exchange, refusal), nullptr;
+  Meeting mine;
+  if (exchange.rank() == 0) mine.made = library.unique_id(&mine.id);
+  const Meeting meeting = exchanged(exchange, call, mine)[0];
+  if (meeting.made != nccl::kSuccess)
+    return tell(exchange, "ncclGetUniqueId on rank 0 failed (" + std::to_string(meeting.made) + ")"), nullptr;
+  made = std::make_unique<nccl::Communicator>(library, driven, device);
+  running_ = made.get();
+  made->connect(exchange.size(), exchange.rank(), meeting.id);
+  poll(
+      exchange, call, [&] { return made->is_ready(); },
+      "NCCL to connect the ranks. NCCL_DEBUG=INFO shows how far it is; MULTIRING_MODE=staged does without "
+      "it.");
+  running_ = nullptr;
   return made.get();
+}
+
+void NcclGroups::tell(const Exchange& exchange, const std::string& refusal) const {
+  if (warn_ && exchange.rank() == 0)
+    warn_("allreduces of arrays on devices pass through the host, and not by NCCL: " + refusal);
 }
 
 void NcclGroups::end_failed() {
   if (running_ != nullptr) abort(*std::exchange(running_, nullptr));
 }
 
-bool NcclGroups::allreduce(Exchange& exchange, const OperationCall& call, Operation& operation) {
+bool NcclGroups::allreduce(Exchange& exchange, const OperationCall& call, Operation& operation,
+                           const std::function<void()>& meanwhile) {
   nccl::Communicator* const comm = find(exchange, call, operation);
   if (comm == nullptr) return false;
-  const DeviceArrays& arrays = *operation.on_devices;
+  operation.on_devices->stays = true;
   Devices& devices = comm->devices();
   running_ = comm;
-  comm->allreduce(arrays.input.address, arrays.output.address, operation.descriptor.key.count,
-                  *nccl::dtype_code(operation.dtype()),
+  comm->allreduce(parts_of(operation), *nccl::dtype_code(operation.dtype()),
                   *nccl::op_code(operation.reduction(), operation.dtype()));
   poll(exchange, call, [&] { return comm->is_ready(); }, "NCCL to begin an allreduce.");
   cuda::Event done = nullptr;
@@ -183,8 +278,11 @@ bool NcclGroups::allreduce(Exchange& exchange, const OperationCall& call, Operat
     devices.driver().check(devices.driver().event_record(done, comm->stream()),
                            cuda::on("cuEventRecord", comm->device()));
   }
+  meanwhile();
   await_event(*comm, done, exchange, call);
   devices.release_event(comm->device(), done);
+  // Copies that have not been needed read the arrays as long as they run.
+  await_part(operation, Staging::kAll, exchange, call);
   // A rank may abort its part from here on, which others might still read from.
   exchange.next(call, [] {});
   running_ = nullptr;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "device/driver.h"
+#include "device/nccl.h"
 #include "device/shared_library.h"
 
 namespace multiring {
@@ -19,17 +20,10 @@ constexpr const char* kNcclFunctions[] = {
     "ncclGroupEnd",     "ncclAllReduce",      "ncclReduceScatter", "ncclAllGather",          "ncclBroadcast",
     "ncclReduce",       "ncclSend",           "ncclRecv"};
 
-/// "2.27.3"; from 2.9 on there are two digits for the second number.
-std::string nccl_version(int code) {
-  const int major = code >= 10000 ? code / 10000 : code / 1000;
-  const int minor = code >= 10000 ? code / 100 % 100 : code / 100 % 10;
-  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(code % 100);
-}
-
 std::string nccl_version_of(const SharedLibrary& library) {
   const auto ask = reinterpret_cast<GetNumber>(library.find("ncclGetVersion"));
   int version = 0;
-  return ask != nullptr && ask(&version) == 0 ? nccl_version(version) : "unknown";
+  return ask != nullptr && ask(&version) == 0 ? nccl::version_text(version) : "unknown";
 }
 
 struct Wanted {
@@ -52,7 +46,7 @@ DeviceLibrary look_for(const Wanted& wanted, std::span<const std::string> sites)
   return found;
 }
 
-Wanted nccl(const char* name, const char* file, const char* wheel) {
+Wanted collectives(const char* name, const char* file, const char* wheel) {
   const auto refuse = [](const SharedLibrary& library) -> std::string {
     for (const char* function : kNcclFunctions)
       if (library.find(function) == nullptr)
@@ -102,9 +96,9 @@ Wanted hip() {
 std::vector<DeviceLibrary> find_device_libraries(std::span<const std::string> sites) {
   const Wanted kWanted[] = {
       cuda_driver(),
-      nccl("NCCL", "libnccl.so.2", "nvidia/nccl/lib"),
+      collectives("NCCL", "libnccl.so.2", "nvidia/nccl/lib"),
       hip(),
-      nccl("RCCL", "librccl.so.1", ""),
+      collectives("RCCL", "librccl.so.1", ""),
   };
   std::vector<DeviceLibrary> found;
   for (const Wanted& wanted : kWanted) found.push_back(look_for(wanted, sites));

@@ -1,14 +1,13 @@
 #include "device/nccl.h"
 
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
-#include <filesystem>
 #include <future>
 #include <mutex>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -18,15 +17,8 @@
 namespace multiring::nccl {
 namespace {
 
-/// The folder in which wheels are installed, this one among them: the library is in multiring/lib there.
-std::vector<std::string> own_site() {
-  Dl_info found{};
-  if (::dladdr(reinterpret_cast<const void*>(&own_site), &found) == 0 || found.dli_fname == nullptr)
-    return {};
-  const std::filesystem::path library(found.dli_fname);
-  if (!library.is_absolute()) return {};
-  return {library.parent_path().parent_path().parent_path().string()};
-}
+std::mutex sites_mutex;
+std::vector<std::string> known_sites;
 
 std::string_view text_of(const char* variable) {
   const char* const set = std::getenv(variable);
@@ -46,6 +38,8 @@ std::string fill(const SharedLibrary& library, Library* table) {
   find("ncclCommInitRankConfig", &table->init_rank);
   find("ncclCommGetAsyncError", &table->async_error);
   find("ncclCommAbort", &table->abort);
+  find("ncclGroupStart", &table->group_start);
+  find("ncclGroupEnd", &table->group_end);
   find("ncclAllReduce", &table->allreduce);
   return missing;
 }
@@ -57,9 +51,14 @@ std::string Library::load(const SharedLibrary& library) {
   const std::string missing = fill(library, this);
   if (!missing.empty()) return "has no function " + missing + ": a newer one is needed";
   if (get_version(&version) != kSuccess) return "does not tell its version";
-  if (version < kMinVersion) return "version " + std::to_string(version) + ": 2.17 or newer is needed";
+  if (version < kMinVersion) return "version " + version_text(version) + ": 2.17 or newer is needed";
   library.keep();
   return {};
+}
+
+void Library::look_in(std::vector<std::string> sites) {
+  const std::lock_guard lock(sites_mutex);
+  known_sites = std::move(sites);
 }
 
 const Library* Library::find(std::string* why) {
@@ -75,14 +74,21 @@ const Library* Library::find(std::string* why) {
       return;
     }
     const std::string names[] = {"libnccl.so.2"};
-    const std::vector<std::string> sites = own_site();
     const auto refuse = [](const SharedLibrary& found) { return library.load(found); };
-    usable = SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", sites), refuse, &reason)
-                 .has_value();
+    const std::lock_guard lock(sites_mutex);
+    usable =
+        SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", known_sites), refuse, &reason)
+            .has_value();
   });
   if (usable) return &library;
   *why = reason;
   return nullptr;
+}
+
+std::string version_text(int version) {
+  const int major = version >= 10000 ? version / 10000 : version / 1000;
+  const int minor = version >= 10000 ? version / 100 % 100 : version / 100 % 10;
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(version % 100);
 }
 
 std::optional<int> dtype_code(DType dtype) {
@@ -166,7 +172,12 @@ bool Communicator::abort(double seconds) {
     }
     finished.set_value();
   };
-  std::thread(run, std::move(done)).detach();
+  try {
+    std::thread(run, std::move(done)).detach();
+  } catch (const std::system_error&) {  // the process may have no more threads
+    is_abandoned_ = true;
+    return false;
+  }
   is_abandoned_ = ended.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready;
   return !is_abandoned_;
 }
@@ -179,10 +190,18 @@ bool Communicator::is_ready() {
   return true;
 }
 
-void Communicator::allreduce(const void* input, void* output, std::size_t count, int dtype, int op) {
+// In a group NCCL launches the parts together, however small they are.
+void Communicator::allreduce(std::span<const Part> parts, int dtype, int op) {
   const Devices::Current current(*devices_, device_);
-  const Result result = library_.allreduce(input, output, count, dtype, op, comm_, stream_);
+  check(library_.group_start(), "ncclGroupStart");
+  Result result = kSuccess;
+  for (const Part& part : parts) {
+    result = library_.allreduce(part.input, part.output, part.count, dtype, op, comm_, stream_);
+    if (result != kSuccess && result != kInProgress) break;
+  }
+  const Result ended = library_.group_end();  // which has to be called all the same
   if (result != kInProgress) check(result, "ncclAllReduce");
+  if (ended != kInProgress) check(ended, "ncclGroupEnd");
 }
 
 void Communicator::check(Result result, const char* function) const {
@@ -191,7 +210,7 @@ void Communicator::check(Result result, const char* function) const {
   const char* const last = comm_ != nullptr ? library_.last_error(comm_) : nullptr;
   throw DeviceError(ErrorKind::kInternal,
                     cuda::on(function, device_) + " failed: " + (text != nullptr ? text : "unknown error") +
-                        " (" + std::to_string(result) + "), NCCL " + std::to_string(library_.version) +
+                        " (" + std::to_string(result) + "), NCCL " + version_text(library_.version) +
                         (last != nullptr && *last != '\0' ? std::string(": ") + last : std::string()) +
                         ". NCCL_DEBUG=WARN tells more; MULTIRING_MODE=staged does without NCCL.");
 }

@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "base/arithmetic/dtype.h"
 #include "base/arithmetic/reduction.h"
@@ -56,22 +58,37 @@ struct MULTIRING_API Library {
   Result (*init_rank)(Comm* comm, int size, UniqueId id, int rank, Config* config);
   Result (*async_error)(Comm comm, Result* result);
   Result (*abort)(Comm comm);
+  Result (*group_start)();
+  Result (*group_end)();
   Result (*allreduce)(const void* input, void* output, std::size_t count, int dtype, int op, Comm comm,
                       cuda::Stream stream);
   int version;
 
-  /// That of this process, opened at the first call: one that the process has loaded, that of the wheel
-  /// beside this library, or the system's; null, with the reason in `why`, if there is none that can be used.
+  /// That of this process, opened at the first call: one that the process has loaded, that of a wheel, or the
+  /// system's; null, with the reason in `why`, if there is none that can be used.
   static const Library* find(std::string* why);
+  /// Before the first `find`: the folders that wheels are installed in; thread-safe. A library of the system
+  /// would stay in the place of the one that a framework comes with.
+  static void look_in(std::vector<std::string> sites);
   /// Fills the table. Why the library cannot be used; empty: it can.
   std::string load(const SharedLibrary& library);
 };
+
+/// "2.27.3" of 22703; from 2.9 on there are two digits for the second number.
+MULTIRING_API std::string version_text(int version);
 
 /// NCCL's number of a dtype; empty: it has none.
 MULTIRING_API std::optional<int> dtype_code(DType dtype);
 /// Of what a reduction of such elements does; empty: NCCL has none that gives the same but for the order of
 /// additions and its rounding.
 MULTIRING_API std::optional<int> op_code(const Reduction& reduction, DType dtype);
+
+/// Contiguous elements that are reduced.
+struct Part {
+  const void* input;
+  void* output;  ///< may be the input
+  std::size_t count;
+};
 
 /// How long an abort is waited for.
 inline constexpr double kAbortSeconds = 5;
@@ -88,8 +105,8 @@ class MULTIRING_API Communicator : Immovable {
   void connect(int size, int rank, const UniqueId& id);
   /// Whether what was begun is done. Raises a DeviceError if it, or an operation under way, has failed.
   bool is_ready();
-  /// Begins an allreduce as work of the stream.
-  void allreduce(const void* input, void* output, std::size_t count, int dtype, int op);
+  /// Begins an allreduce of each part as work of the stream. All ranks have the same counts.
+  void allreduce(std::span<const Part> parts, int dtype, int op);
   /// Ends what is under way, on this rank alone. False: that takes longer, and what NCCL has is left to it.
   /// No other call may follow.
   bool abort(double seconds);

@@ -35,6 +35,7 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
   warn_of_rings();
+  exchange_.nccl().warn_by(options_.warn);
   if (!options_.tuning.empty()) follow_tuning();
   exchange_.set_elsewhere(
       {.waits =
@@ -205,9 +206,7 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
 
 // Before an operation waits for others: what the program does with its arrays from here on may not count.
 void Communicator::take_from_devices(Operation& operation) {
-  if (options_.may_use_nccl)
-    operation.descriptor.nccl_device =
-        static_cast<std::int8_t>(exchange_.nccl().device_of(operation, exchange_, options_.fuse_below));
+  if (options_.may_use_nccl) exchange_.nccl().offer(operation, exchange_, options_.fuse_below);
   try {
     copy_from_devices(operation, rank());
   } catch (const DeviceError& error) {
@@ -288,7 +287,10 @@ void Communicator::complete(Operation& operation) const {
     descriptor.key.comm_dtype = CommDtype::kDefault;
   if (descriptor.key.order == Order::kDefault && traits.reduces) descriptor.key.order = options_.order;
   descriptor.nccl_device = -1;
-  if (operation.on_devices != nullptr) operation.on_devices->any_order = descriptor.key.order == Order::kAny;
+  if (operation.on_devices != nullptr) {
+    operation.on_devices->any_order = descriptor.key.order == Order::kAny;
+    operation.on_devices->stays = false;
+  }
   // In shared memory there is one order only, but for NCCL's, and all may be fused.
   if (descriptor.key.order == Order::kAny && traits.reduces && transport_->shares_memory())
     descriptor.key.order = Order::kCanonical;

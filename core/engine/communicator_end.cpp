@@ -173,6 +173,7 @@ void Communicator::close() {
     work->fail(Error(ErrorKind::kAborted, "communicator '" + name() + "' was closed before " +
                                               describe(work->operation().descriptor) + " ran"));
   transport_->leave();
+  exchange_.nccl().release();
 }
 
 }  // namespace multiring

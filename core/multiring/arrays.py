@@ -104,9 +104,10 @@ def contiguous(x: Array) -> Array:
         return x if x.c_contiguous else np.ascontiguousarray(x)
     if hasattr(x, "is_contiguous"):
         try:
-            if hasattr(x, "is_neg") and x.is_neg():  # its memory holds the negatives of its elements
-                x = x.resolve_neg()
-            return x if x.is_contiguous() else x.contiguous()
+            if not x.is_contiguous():
+                return x.contiguous()
+            # A negated view of Torch's: DLPack would give the elements that it negates.
+            return x.resolve_neg() if hasattr(x, "is_neg") and x.is_neg() else x
         except RuntimeError:  # a sparse tensor: the native core says what is wrong with it
             return x
     if _is_on_device(x) and not x.flags.c_contiguous:  # named as in NumPy, where there is such a function

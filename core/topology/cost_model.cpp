@@ -60,7 +60,7 @@ StepCost price_step(const StepLoad& load, double beyond_burst, const Cluster& cl
     return cost;
   }
   const LinkCost link = link_of(load, cluster, model);
-  cost.latency = load.hops * link.latency + model.held_up(load.queued_bytes);
+  cost.latency = load.hops * link.latency;
   cost.wire =
       beyond_burst * load.link_bytes / link.bytes_per_second + load.all_bytes / model.shared_bytes_per_second;
   cost.interface_messages = load.link_messages * model.interface_message_seconds;
@@ -94,18 +94,21 @@ double busiest_link(const PlanLoad& load, double beyond_burst, const Cluster& cl
 double PlanCost::seconds(std::size_t segments) const {
   const auto pieces = static_cast<double>(segments);
   double first = 0.0;
-  double network = 0.0;
-  double messages = 0.0;
-  double memory = 0.0;
+  double interface = 0.0;
+  double processor = 0.0;
+  double hop = 0.0;
   for (const StepCost& step : steps) {
-    network += std::max({step.wire / pieces, step.messages, step.interface_messages});
-    messages += std::max(step.messages, step.interface_messages);
-    memory += step.synchronisation + step.memory / pieces;
-    first += step.latency + step.interface_messages;  // later ones are hidden behind the wire
+    const double memory = step.synchronisation + step.memory / pieces;
+    interface += step.interface_messages;
+    processor += step.messages + memory;
+    if (step.hops > 0) hop = std::max(hop, step.latency / step.hops);
+    // Later messages of an interface are hidden behind the wire.
+    first += step.latency + step.interface_messages + memory +
+             std::max({step.wire / pieces, step.messages, step.interface_messages});
   }
-  first += network + memory;
-  // Pieces are in different hops, which keep different links busy.
-  const double each = std::max({busiest_link / pieces, messages, memory});
+  // Pieces are in different hops, which keep different links busy, some in each. A rank sends and adds with
+  // one processor.
+  const double each = std::max({busiest_link / pieces, interface, processor, hop / kPipelineDepth});
   return first + (pieces - 1.0) * each;
 }
 

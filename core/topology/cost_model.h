@@ -25,8 +25,8 @@ struct CostModel {
   /// About so many bytes of a collective pass a link at once, where it saves up what it did not send (a token
   /// bucket), or has a queue.
   double burst_bytes = 0.0;
-  /// What a switch keeps for a host to which several send at once. It loses what is more, which takes
-  /// `loss_seconds` to be noticed and sent again (incast).
+  /// So much may be on its way to a host at once, which a switch keeps for it. It loses what is more, which
+  /// takes `loss_seconds` to be noticed and sent again (incast).
   double queue_bytes = std::numeric_limits<double>::infinity();
   double loss_seconds = 0.0;
   double shared_message_seconds = 0.0;  ///< of what all ranks share, for one message of any of them
@@ -39,14 +39,18 @@ struct CostModel {
 
   /// The part of so many bytes that takes a link its time: hardly any of few, all but a burst of many.
   double beyond_burst(double bytes) const { return bytes > 0.0 ? bytes / (bytes + burst_bytes) : 1.0; }
-  /// Seconds for which a loss holds up a step in which so many bytes wait for one host.
-  double held_up(double queued_bytes) const { return queued_bytes > queue_bytes ? loss_seconds : 0.0; }
+  /// Seconds for which losses hold up what has bytes wait for one host. Those of pieces that are on their way
+  /// at once are noticed at once.
+  double held_up(const QueueLoad& queue) const {
+    constexpr double kRounding = 1.0 + 1e-9;  // as much as has passed may come out a little more
+    return queue.bytes > queue_bytes * kRounding ? queue.times * loss_seconds : 0.0;
+  }
 };
 
 /// Predicted seconds of a step in which chunks go whole.
 struct StepCost {
   int hops = 0;
-  double latency = 0.0;             ///< of the network, in which nothing is busy; and of what it loses
+  double latency = 0.0;             ///< of the network, in which nothing is busy
   double synchronisation = 0.0;     ///< of the ranks of a host
   double interface_messages = 0.0;  ///< of the interface that sends the most messages
   double wire = 0.0;                ///< of the busiest interface, or of what all hosts share

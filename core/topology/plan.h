@@ -87,6 +87,10 @@ struct Group {
   int owner = -1;                 ///< the position that all of `range` belongs to; -1: each has a share
 };
 
+/// Segments of a collective that are in a hop at a time: while a rank waits for the messages of one, those of
+/// the next are posted.
+inline constexpr std::size_t kPipelineDepth = 2;
+
 /// What all groups of a dimension do at the same time.
 struct MULTIRING_API Step {
   Phase phase = Phase::kReduceScatter;

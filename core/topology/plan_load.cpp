@@ -1,8 +1,10 @@
 #include "topology/plan_load.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include "topology/traffic.h"
 
@@ -26,17 +28,16 @@ class StepCounter {
     load.hops = hop_count(step);
     for (int hop = 0; hop < load.hops; ++hop) {
       traffic_.clear();
-      HostBytes received;
+      HostBytes received(plan_.cluster().hosts.size());
       for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) {
         traffic_.add(step, transfer);
-        received[traffic_.host_of(transfer.to)][traffic_.host_of(transfer.from)] +=
+        received[static_cast<std::size_t>(traffic_.host_of(transfer.to))] +=
             static_cast<double>(transfer.bytes);
       });
       add_memory(load);
       if (!step.across_hosts()) continue;
       add_messages(load);
-      if (plan_.cluster().fully_linked())
-        load.queued_bytes = std::max(load.queued_bytes, queued_bytes(received));
+      if (plan_.cluster().fully_linked()) load.received.push_back(std::move(received));
     }
     return load;
   }
@@ -99,18 +100,37 @@ class StepCounter {
 
 }  // namespace
 
-double queued_bytes(const HostBytes& received) {
-  double most = 0.0;
-  for (const auto& [host, senders] : received) {
-    double all = 0.0;
-    double largest = 0.0;
-    for (const auto& [sender, bytes] : senders) {
-      all += bytes;
-      largest = std::max(largest, bytes);
+QueueLoad queue_of(const PlanLoad& load, std::size_t segments) {
+  std::vector<HostBytes> until;  // bytes of the hops before each, and of all
+  for (const StepLoad& step : load)
+    for (const HostBytes& hop : step.received) {
+      if (until.empty()) until.emplace_back(hop.size());
+      until.push_back(until.back());
+      for (std::size_t host = 0; host < hop.size(); ++host) until.back()[host] += hop[host];
     }
-    most = std::max(most, all - largest);
+  QueueLoad queue;
+  if (until.empty()) return queue;
+  const std::size_t hops = until.size() - 1;
+  const std::size_t iterations = kPipelineDepth * hops;  // of a piece
+  queue.times = std::ceil(static_cast<double>(segments) / static_cast<double>(iterations));
+  if (segments > iterations) {  // all hops have as many as they can at once
+    queue.bytes = std::ranges::max(until.back()) * kPipelineDepth / static_cast<double>(segments);
+    return queue;
   }
-  return most;
+  for (std::size_t iteration = 0; iteration < segments + iterations; ++iteration) {
+    HostBytes passing(until[0].size());
+    for (std::size_t ago = 0; ago < std::min(kPipelineDepth, iteration + 1); ++ago) {
+      // Each hop is that much behind the one before it, from the first piece to the last.
+      const std::size_t posted = iteration - ago;
+      const std::size_t end = std::min(posted / kPipelineDepth + 1, hops);
+      const std::size_t ended = posted + 1 - std::min(posted + 1, segments);
+      const std::size_t begin = std::min((ended + kPipelineDepth - 1) / kPipelineDepth, end);
+      for (std::size_t host = 0; host < passing.size(); ++host)
+        passing[host] += until[end][host] - until[begin][host];
+    }
+    queue.bytes = std::max(queue.bytes, std::ranges::max(passing) / static_cast<double>(segments));
+  }
+  return queue;
 }
 
 PlanLoad load_of(const Plan& plan) {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <map>
+#include <cstddef>
 #include <vector>
 
 #include "base/export.h"
@@ -14,6 +14,9 @@ struct LinkLoad {
   double received = 0.0;
 };
 
+/// By receiving host.
+using HostBytes = std::vector<double>;
+
 /// What a step in which chunks go whole does, whatever that costs: hop by hop, of the busiest.
 struct StepLoad {
   int dimension = 0;
@@ -23,10 +26,10 @@ struct StepLoad {
   double all_messages = 0.0;    ///< of all ranks together
   double link_bytes = 0.0;      ///< as those of LinkLoad
   double all_bytes = 0.0;       ///< that all ranks together send to other hosts
-  double queued_bytes = 0.0;    ///< for one host, of several at once, in one hop (queued_bytes)
   double rank_memory = 0.0;     ///< bytes that a rank reads and writes
   double host_memory = 0.0;     ///< bytes that the ranks of a host read and write
   std::vector<LinkLoad> links;  ///< by number, the same in all steps; those of the last ones may be missing
+  std::vector<HostBytes> received;  ///< by hop across hosts that share a switch
 
   bool across_hosts() const { return dimension > 0; }
 };
@@ -36,11 +39,15 @@ using PlanLoad = std::vector<StepLoad>;
 
 MULTIRING_API PlanLoad load_of(const Plan& plan);
 
-/// By receiving host, then sending host: bytes that go at the same time.
-using HostBytes = std::map<int, std::map<int, double>>;
+/// What the queue of a switch may have to keep for a host. All that is on its way to it counts, for a link
+/// that has saved up what it did not send passes more at once than the next one.
+struct QueueLoad {
+  double bytes = 0.0;  ///< the most that is on its way to one host at a time
+  double times = 1.0;  ///< that as many pieces pass as are on their way at once
+};
 
-/// The most that waits for the link of a host while others send to it at once, all as quickly as it receives:
-/// all but what the one brings that brings the most.
-MULTIRING_API double queued_bytes(const HostBytes& received);
+/// Of a plan whose chunks go in so many pieces (at least 1): kPipelineDepth of them are in a hop, while those
+/// before are in the next one.
+MULTIRING_API QueueLoad queue_of(const PlanLoad& load, std::size_t segments);
 
 }  // namespace multiring

@@ -3,6 +3,7 @@ how it fails."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,52 @@ def test_fake_orderings(tmp_path: Path) -> None:
     assert run_job(2, HEAD + ORDERINGS, code=0, env=stand_in.with_nccl(tmp_path)).stdout.count("RIGHT") == 2
 
 
+TRAINING = """
+from tests.gpu import chainer_on_device
+import chainer
+from tests.adapters.chainer.support import make_optimizer
+from tests.on_ranks import same_everywhere
+
+fake_arrays.use_stream(1)
+OPTIONS = {"bucket_bytes": 1 << 20, "order": "any"}
+
+def make_model():
+    np.random.seed(1)
+    with chainer.using_config("dtype", np.float64):
+        return chainer.Sequential(chainer.links.Linear(6, 200), chainer.links.Linear(200, 100))
+
+def loss_of(model, x):
+    return chainer.functions.mean(model(x) ** 2)
+
+def train(model, x):
+    optimizer = make_optimizer(communicator, model, chainer.optimizers.MomentumSGD(0.05), **OPTIONS)
+    for _ in range(5):
+        before = copies()
+        optimizer.backward(loss_of(model, x))
+        copied = copies() - before
+        optimizer.update()
+    optimizer.close()
+    return copied
+
+communicator = chainer_on_device.communicator(comm)
+x = np.random.default_rng(comm.rank).normal(size=(4, 6))
+model, host = make_model(), make_model()
+model.to_gpu()
+assert train(model, chainer_on_device.placed(x)) == 0
+train(host, x)
+for (path, one), (_, two) in zip(model.namedparams(), host.namedparams(), strict=True):
+    np.testing.assert_allclose(one.array.get(), two.array, rtol=1e-9)
+    assert same_everywhere(comm, one.array.get().tobytes()), path
+print("RIGHT", flush=True)
+"""
+
+
+@pytest.mark.skipif(find_spec("chainer") is None, reason="Chainer needs Python 3.11 or older")
+def test_gradients_on_fake_devices(tmp_path: Path) -> None:
+    """Their buckets lie in pieces, with flags of the host: they train as the host's do."""
+    assert run_job(3, HEAD + TRAINING, code=0, env=_shared(tmp_path)).stdout.count("RIGHT") == 3
+
+
 OTHERS = """
 x = fake_arrays.full(COUNT, 1, device())
 assert (total(x, order="canonical", by_nccl=False) == 2).all()
@@ -130,22 +177,46 @@ print("RIGHT", flush=True)
 def test_what_fake_nccl_is_not_for(tmp_path: Path) -> None:
     """Canonical order, small arrays, dtypes and reductions that NCCL lacks, arrays on the host, one device
     for two ranks: they pass through the host, on all ranks."""
-    assert run_job(2, HEAD + OTHERS, code=0, env=stand_in.with_nccl(tmp_path)).stdout.count("RIGHT") == 2
+    ended = run_job(2, HEAD + OTHERS, code=0, env=stand_in.with_nccl(tmp_path))
+    assert ended.stdout.count("RIGHT") == 2
+    assert ended.stderr.count("not by NCCL: rank 0 and rank 1 have theirs on one device") == 1, ended.stderr
 
 
 @pytest.mark.parametrize(
-    "without",
+    ("without", "why"),
     [
-        'if comm.rank == 1: os.environ["FAKE_NCCL"] = "version=21000"',
-        'os.environ["FAKE_NCCL"] = f"version={22700 + comm.rank}"',
-        'if comm.rank == 1: os.environ["NCCL_COMM_BLOCKING"] = "1"',
+        ('if comm.rank == 1: os.environ["FAKE_NCCL"] = "version=21000"', ""),
+        (
+            'os.environ["FAKE_NCCL"] = f"version={22700 + comm.rank}"',
+            "rank 0 has NCCL 2.27.0, rank 1 has 2.27.1",
+        ),
+        ('if comm.rank == 1: os.environ["NCCL_COMM_BLOCKING"] = "1"', ""),
+        ('if comm.rank == 0: os.environ["FAKE_NCCL"] = "fail=id"', "ncclGetUniqueId on rank 0 failed (2)"),
     ],
-    ids=["fake too old on a rank", "fake versions that differ", "fake calls that block"],
+    ids=[
+        "fake too old on a rank",
+        "fake versions that differ",
+        "fake calls that block",
+        "fake without an id",
+    ],
 )
-def test_ranks_without_nccl(without: str, tmp_path: Path) -> None:
-    """Have all ranks do without."""
+def test_ranks_without_nccl(without: str, why: str, tmp_path: Path) -> None:
+    """Have all ranks do without. One says why, where it knows of all."""
     script = f"{HEAD}\n{without}\n{WITHOUT}"
-    assert run_job(2, script, code=0, env=stand_in.with_nccl(tmp_path)).stdout.count("RIGHT") == 2
+    ended = run_job(2, script, code=0, env=stand_in.with_nccl(tmp_path))
+    assert ended.stdout.count("RIGHT") == 2
+    assert ended.stderr.count(f"not by NCCL: {why}") == bool(why), ended.stderr
+
+
+def test_fake_wheel_in_a_folder_of_sys_path(tmp_path: Path) -> None:
+    """Which is found where the process has not loaded another one."""
+    env = stand_in.with_nccl(tmp_path) | {"LD_PRELOAD": str(stand_in.library())}
+    folder = tmp_path / "caf\udce9" / "nvidia" / "nccl" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libnccl.so.2").symlink_to(stand_in.nccl())
+    env["PYTHONPATH"] += f":{folder.parents[2]}"
+    script = HEAD + "x = fake_arrays.full(COUNT, 1, device())\nassert (total(x, by_nccl=True) == 2).all()"
+    run_job(2, script, code=0, env=env)
 
 
 def test_a_fake_job_with_a_forced_mode(tmp_path: Path) -> None:

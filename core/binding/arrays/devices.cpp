@@ -5,12 +5,15 @@
 
 #include <chrono>
 #include <cstring>
+#include <string_view>
 #include <thread>
+#include <utility>
 
 #include "base/error.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
 #include "device/libraries.h"
+#include "device/nccl.h"
 #include "device/staging.h"
 
 namespace multiring::binding {
@@ -23,6 +26,21 @@ std::shared_ptr<Devices> require_devices() {
   std::shared_ptr<Devices> devices = find_devices(&why);
   if (devices == nullptr) throw_usage("device memory without a driver: " + why);
   return devices;
+}
+
+/// Once, as the program has sys.path at its first array on a device: the folders of wheels. None that is
+/// relative, where anyone may have put a library.
+void tell_sites() {
+  static bool told = false;
+  if (told) return;
+  std::vector<std::string> sites;
+  for (const py::handle& place : py::module_::import("sys").attr("path")) {
+    const auto path = py::reinterpret_steal<py::bytes>(PyUnicode_EncodeFSDefault(place.ptr()));
+    if (!path) PyErr_Clear();  // no text, as sys.path may have it
+    if (path && std::string_view(path).starts_with('/')) sites.emplace_back(path);
+  }
+  nccl::Library::look_in(std::move(sites));
+  told = true;
 }
 
 Buffer memory_at(std::uintptr_t address, std::size_t bytes, int device, std::uintptr_t stream) {
@@ -74,6 +92,7 @@ DeviceArrays& arrays_on_devices(Operation& operation) {
   if (operation.on_devices == nullptr) {
     operation.on_devices = std::make_unique<DeviceArrays>();
     operation.on_devices->devices = require_devices();
+    tell_sites();
   }
   return *operation.on_devices;
 }

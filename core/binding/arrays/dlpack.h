@@ -56,12 +56,12 @@ constexpr std::uint64_t kReadOnly = 1;
 /// error. None of them waits for the work of a device.
 struct ExchangeApi {
   Version version;
-  void* earlier;
+  const ExchangeApi* earlier;  // of another major version
   void* allocate;
   int (*share)(void* object, VersionedTensor** out);
   void* wrap;
-  int (*describe)(void* object,
-                  Tensor* out);  // may be null; what it tells holds while the object is unchanged
+  /// May be null. What it tells holds while the object is unchanged.
+  int (*describe)(void* object, Tensor* out);
   void* current_stream;
 };
 

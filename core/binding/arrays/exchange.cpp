@@ -33,7 +33,8 @@ const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
   }
   const auto* api =
       static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-  return api->version.major == dlpack::kMajorVersion && api->describe != nullptr ? api : nullptr;
+  while (api != nullptr && api->version.major != dlpack::kMajorVersion) api = api->earlier;
+  return api != nullptr && api->describe != nullptr ? api : nullptr;
 }
 
 bool describe(const dlpack::ExchangeApi* api, PyObject* object, dlpack::Tensor* tensor) {

@@ -67,8 +67,6 @@ class PlanRun : Immovable {
     std::vector<Hierarchy::Ticket> tickets;
     std::vector<int> peers;  ///< of each ticket; receives come first
   };
-  // Iterations between posting messages and waiting for them: meanwhile those of the next segment are posted.
-  static constexpr std::size_t kPipelineDepth = 2;
 
   void connect();
   InFlightSegment& in_flight(std::size_t index) { return in_flight_[index % in_flight_.size()]; }

@@ -18,11 +18,13 @@ namespace multiring {
 namespace {
 using Kind = CrossingAlgorithm::Kind;
 
-// Segments that are tried for a broadcast. More than so many for each host do not make it quicker (measured
-// on 4 x 2 emulated hosts): what a rank does for each is not all in the model.
+// Segments that are tried: of a broadcast more than so many for each host do not make it quicker (measured on
+// 4 x 2 emulated hosts), for what a rank does for each is not all in the model.
+constexpr std::size_t kMaxTriedSegment = 512 * 1024;
 constexpr std::size_t kMinBroadcastSegment = 16 * 1024;
-constexpr std::size_t kMaxBroadcastSegment = 512 * 1024;
 constexpr std::size_t kBroadcastSegmentsOfHost = 8;
+// Where a switch loses what does not fit into its queue.
+constexpr std::size_t kMinLossySegment = 4 * 1024;
 
 Cluster validated(Cluster cluster) {
   cluster.validate();
@@ -108,6 +110,7 @@ AlgorithmTable::Load AlgorithmTable::load_of(const CrossingAlgorithm& algorithm,
   load.header_bytes = 0;
   load.plan = multiring::load_of(Plan(cluster_, options));
   load.segments = segments_of(options, algorithm.segment);
+  load.queue = queue_of(*load.plan, load.segments);
   return load;
 }
 
@@ -145,7 +148,8 @@ AlgorithmTable::Load AlgorithmTable::message_load(const PlanOptions& options) co
 double AlgorithmTable::seconds(const Load& load, const Cluster& cluster, const CostModel& model) const {
   double seconds = model.call_seconds;
   if (load.header_bytes) seconds += round_.seconds(*load.header_bytes, *load.header_bytes, 1, cluster, model);
-  if (load.plan) return seconds + price(*load.plan, cluster, model).seconds(load.segments);
+  if (load.plan)
+    return seconds + price(*load.plan, cluster, model).seconds(load.segments) + model.held_up(load.queue);
   if (load.messages) return seconds + load.messages->seconds(load.piece, staging_bytes_, cluster, model);
   seconds += round_seconds(load, load.last_round_bytes, cluster, model);
   if (load.segments > 1)
@@ -166,12 +170,9 @@ double AlgorithmTable::seconds(const Load& load, const JobCosts& costs) const {
 
 double AlgorithmTable::queued_bytes(const Load& load) const {
   if (load.messages) return 0.0;  // not counted
-  if (!load.plan)
-    return round_of(load).queued_parts() *
-           static_cast<double>(std::max(load.round_bytes, load.last_round_bytes));
-  double most = 0.0;
-  for (const StepLoad& step : *load.plan) most = std::max(most, step.queued_bytes);
-  return most;
+  if (load.plan) return load.queue.bytes;
+  return round_of(load).queued_parts() *
+         static_cast<double>(std::max(load.round_bytes, load.last_round_bytes));
 }
 
 const RoundLoad& AlgorithmTable::round_of(const Load& load) const {
@@ -205,8 +206,8 @@ AlgorithmTable::Entry AlgorithmTable::unplanned(CrossingAlgorithm::Kind kind,
 
 /// The largest segment with which a plan is as quick as with any, if `options` name none (0: that of
 /// plan_segment_bytes), and how long it takes then. A broadcast reaches the hosts one after the other, sooner
-/// in smaller segments; others keep all links busy from the first hop on. None: staging memory is too small
-/// for so many blocks.
+/// in smaller segments; others keep all links busy from the first hop on, but a switch may lose less of
+/// smaller ones. None: staging memory is too small for so many blocks.
 std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan& plan,
                                                                       const PlanOptions& options) const {
   Load load;
@@ -215,14 +216,19 @@ std::optional<AlgorithmTable::Segmented> AlgorithmTable::best_segment(const Plan
   std::vector<Segmented> tried;
   const auto add = [&](std::size_t segment) {
     load.segments = segments_of(options, segment);
-    if (load.segments > 0) tried.push_back({segment, seconds(load, cluster_, model_)});
+    if (load.segments == 0) return;
+    if (model_.loss_seconds > 0.0) load.queue = queue_of(*load.plan, load.segments);
+    tried.push_back({segment, seconds(load, cluster_, model_)});
   };
   add(options.segment);
-  const std::size_t least = std::max(
-      kMinBroadcastSegment, plan.count() * element_bytes(options) /
-                                (kBroadcastSegmentsOfHost * static_cast<std::size_t>(cluster_.host_count())));
-  if (plan.collective() == Collective::kBroadcast && plan.count() > 0 && options.segment == 0)
-    for (std::size_t segment = kMaxBroadcastSegment; segment >= least; segment /= 2) add(segment);
+  std::size_t least = kMaxTriedSegment + 1;
+  if (plan.collective() == Collective::kBroadcast)
+    least = std::max(kMinBroadcastSegment,
+                     plan.count() * element_bytes(options) /
+                         (kBroadcastSegmentsOfHost * static_cast<std::size_t>(cluster_.host_count())));
+  if (model_.held_up(load.queue) > 0.0) least = kMinLossySegment;
+  if (plan.count() > 0 && options.segment == 0)
+    for (std::size_t segment = kMaxTriedSegment; segment >= least; segment /= 2) add(segment);
   if (tried.empty()) return std::nullopt;
   return simplest_quick(tried);
 }

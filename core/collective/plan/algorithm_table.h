@@ -45,6 +45,7 @@ class MULTIRING_API AlgorithmTable {
     std::optional<MessageLoad> messages;  ///< neither: rounds
     std::size_t piece = 0;                ///< bytes that a rank has for another at most, by messages
     std::size_t segments = 1;             ///< of the plan; or how many rounds
+    QueueLoad queue;                      ///< of the plan
     std::size_t round_bytes = 0;          ///< that a rank publishes in each round but the last
     std::size_t last_round_bytes = 0;
     std::size_t sections = 1;   ///< of what is published a rank takes one

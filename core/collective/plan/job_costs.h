@@ -15,7 +15,7 @@ struct JobCosts {
   double latency = 20e-6;            ///< seconds of a hop from host to host
   double bytes_per_second = 1.25e9;  ///< of a host, in each direction
   double burst_bytes = 0.0;          ///< about so many of an allreduce pass at once, as links save up some
-  double queue_bytes = std::numeric_limits<double>::infinity();  ///< for one host, of several: more is lost
+  double queue_bytes = std::numeric_limits<double>::infinity();  ///< on its way to one host: more is lost
   double loss_seconds = 0.0;                                     ///< that a loss takes
   double synchronisation = 1e-6;                                 ///< seconds, of the ranks of a host
   double message_seconds = 5e-6;                                 ///< of a rank for one of its messages

@@ -11,12 +11,12 @@ RoundLoad::RoundLoad(const Cluster& cluster, int publisher)
     : publishers_(publisher < 0 ? static_cast<std::size_t>(cluster.size()) : 1) {
   const std::vector<int> hosts = cluster.host_of_rank();
   const bool by_switch = cluster.fully_linked();
-  std::vector<HostBytes> received;  // parts, by step
+  std::vector<HostBytes> received;  // parts, by step and host
   for (int rank = 0; rank < cluster.size(); ++rank) {
     const MirrorRoutes routes = by_switch ? mirror_routes(hosts, rank)
                                           : neighbour_routes(hosts, rank, cluster.links == HostLinks::kRing);
     steps_.resize(routes.steps.size());
-    received.resize(routes.steps.size());
+    received.resize(routes.steps.size(), HostBytes(cluster.hosts.size()));
     std::size_t parts = 0;
     for (std::size_t step = 0; step < routes.steps.size(); ++step) {
       std::map<Link, std::size_t> messages;  // of this rank
@@ -32,13 +32,13 @@ RoundLoad::RoundLoad(const Cluster& cluster, int publisher)
         ++sent.messages;
         sent.most_messages = std::max(sent.most_messages, ++messages[link]);
         parts += published;
-        received[step][hosts[static_cast<std::size_t>(message.peer)]]
-                [hosts[static_cast<std::size_t>(rank)]] += static_cast<double>(published);
+        received[step][static_cast<std::size_t>(hosts[static_cast<std::size_t>(message.peer)])] +=
+            static_cast<double>(published);
       }
     }
     rank_parts_ = std::max(rank_parts_, parts);
   }
-  for (const HostBytes& step : received) queued_parts_.push_back(by_switch ? queued_bytes(step) : 0.0);
+  for (const HostBytes& step : received) queued_parts_.push_back(by_switch ? std::ranges::max(step) : 0.0);
 }
 
 std::size_t RoundLoad::Sent::messages_each(std::size_t bytes) const {
@@ -61,7 +61,8 @@ double RoundLoad::seconds(std::size_t bytes, std::size_t taken, std::size_t roun
   double seconds = 0.0;
   for (const Host& host : cluster.hosts)  // when ranks have published, and when all has arrived
     if (host.ranks.size() > 1) seconds = std::max(seconds, 2 * host.memory.latency);
-  for (const double queued : queued_parts_) seconds += model.held_up(queued * static_cast<double>(bytes));
+  for (const double queued : queued_parts_)
+    seconds += model.held_up({queued * static_cast<double>(bytes), 1.0});
   for (const auto& step : steps_) {
     double sending = 0.0;
     double all_messages = 0.0;

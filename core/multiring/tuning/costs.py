@@ -18,8 +18,8 @@ import numpy as np
 from multiring import _core as native
 from multiring.errors import UsageError
 from multiring.settings import Settings
-from multiring.tuning.file import OFF, has_costs
-from multiring.tuning.measure import Measured, algorithms_of, measure
+from multiring.tuning.file import OFF, ROUNDS, has_costs
+from multiring.tuning.measure import MIN_TURNS, Measured, algorithms_of, measure
 from multiring.units import seconds_text, size_text
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _log = logging.getLogger("multiring")
 
 _SIZES = (1024, 16 * 1024, 128 * 1024, 1024 * 1024)
 _SECONDS = 0.5
+_SEGMENT = 32 * 1024
 # Where a barrier takes longer than this, ranks wait for processors, or for a network on which so many
 # allreduces would take too long.
 _MAX_BARRIER_SECONDS = 0.002
@@ -69,6 +70,10 @@ def _measure_costs(comm: Communicator) -> None:
     if barrier <= _MAX_BARRIER_SECONDS:
         algorithms = algorithms_of(comm, few=True)
         measured = measure(comm, algorithms, _SIZES, _SECONDS, _log.debug, turn_seconds=0.0)
+        if measured and (probe := _loss_probe(measured)):
+            measured += measure(
+                comm, [probe], _SIZES[-1:], 0.0, _log.debug, turn_seconds=0.0, first_seconds=_SECONDS
+            )
     # The measured times are the same on all ranks; what rank 0 makes of them is so for certain.
     costs = comm.broadcast_object(_costs_line(comm, measured, barrier) if comm.rank == 0 else "")
     rules = comm._core.tuning
@@ -77,6 +82,21 @@ def _measure_costs(comm: Communicator) -> None:
         sizes = ", ".join(size_text(nbytes) for nbytes in sorted({one.nbytes for one in measured}))
         what = f"allreduces of {sizes}" if measured else f"barriers of {seconds_text(barrier)} alone"
         _log.info("measured %s in %.0f ms: %s", what, 1e3 * (time.perf_counter() - began), costs)
+
+
+def _loss_probe(measured: Sequence[Measured]) -> str:
+    """What to measure of the largest size if losses took the time for it; empty: it is measured, or the
+    network is too slow.
+
+    In small segments less is lost, if anything: that tells a network that loses bytes from a slow one.
+    """
+    size = max(one.nbytes for one in measured)
+    planned = [one for one in measured if one.nbytes == size and one.algorithm != ROUNDS]
+    # Small sizes pass where large ones lose bytes.
+    turn = _SIZES[-1] * min(one.seconds / one.nbytes for one in measured)
+    if size == _SIZES[-1] or not planned or MIN_TURNS * turn > _SECONDS:
+        return ""
+    return f"{min(planned, key=lambda one: one.seconds).algorithm}/{_SEGMENT}"
 
 
 def _costs_line(comm: Communicator, measured: Sequence[Measured], barrier: float) -> str:

@@ -29,7 +29,7 @@ __all__ = ["Measured", "algorithms_of", "measure"]
 _HOPELESS = 4.0
 
 _MAX_CALLS = 16
-_MIN_TURNS, _MAX_TURNS = 3, 25
+MIN_TURNS, _MAX_TURNS = 3, 25
 
 
 class Measured(NamedTuple):
@@ -68,6 +68,7 @@ def measure(
     report: Callable[[str], None],
     *,
     turn_seconds: float,
+    first_seconds: float = math.inf,
 ) -> list[Measured]:
     """Measures algorithms for each size, the smallest first; the same outcome on all ranks. Collective.
 
@@ -76,10 +77,11 @@ def measure(
         algorithms: What is measured.
         sizes: Bytes, multiples of 4.
         seconds: For all sizes together, about. The largest are left out where they would take longer; the
-            first is measured in any case.
+            first is measured unless it takes `first_seconds`.
         report: Called with what to tell the user.
         turn_seconds: Of one algorithm before the next has its turn: so long at least, if few calls last that
             long.
+        first_seconds: For the first size.
     """
     kept = list(algorithms)
     before = comm._core.tuning
@@ -93,7 +95,9 @@ def measure(
             share = left / (len(sizes) - number)
             here: list[Measured] = []
             if left > 0 or not found:
-                here = _measure_size(comm, nbytes, kept, share, turn_seconds, left if found else math.inf)
+                here = _measure_size(
+                    comm, nbytes, kept, share, turn_seconds, left if found else first_seconds
+                )
             if not here:
                 report(f"{size_text(nbytes)} and more: left out, as that takes over --seconds {seconds:g}")
                 break
@@ -120,18 +124,18 @@ def _measure_size(
     first = _of_slowest(comm, [_turn(comm, algorithm, data, 1) for algorithm in algorithms]).tolist()
     hopeless: list[Measured] = []
     estimates: list[float] = first
-    if sum(first) * _MIN_TURNS > most_seconds:
+    if sum(first) * MIN_TURNS > most_seconds:
         # A switch that loses what many hosts send to one holds up some algorithms a hundred times as long.
         once = [Measured(name, nbytes, each) for name, each in zip(algorithms, first, strict=True)]
         limit = _HOPELESS * min(first)
         hopeless = [each for each in once if each.seconds > limit]
         algorithms = [each.algorithm for each in once if each.seconds <= limit]
         estimates = [each.seconds for each in once if each.seconds <= limit]
-        if sum(estimates) * _MIN_TURNS > most_seconds:
+        if sum(estimates) * MIN_TURNS > most_seconds:
             return once if hopeless else []
     calls = [int(np.clip(turn_seconds / each, 1, _MAX_CALLS)) for each in estimates]
     turn = sum(each * count for each, count in zip(estimates, calls, strict=True))
-    turns = int(np.clip(seconds / turn, _MIN_TURNS, _MAX_TURNS))
+    turns = int(np.clip(seconds / turn, MIN_TURNS, _MAX_TURNS))
     times = [
         [_turn(comm, algorithm, data, count) for algorithm, count in zip(algorithms, calls, strict=True)]
         for _ in range(turns)

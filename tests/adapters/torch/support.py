@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,8 @@ from tests.on_ranks import same_everywhere
 
 SMALL: dict[str, Any] = {"bucket_bytes": 256}
 Loss = Callable[[Any, int], Tensor]
+EXCHANGE_API = "__dlpack_c_exchange_api__"
+both_ways = pytest.mark.parametrize("is_offered", [True, False])
 
 
 def make_model(seed: int = 0, inputs: int = 6) -> nn.Sequential:
@@ -133,3 +137,19 @@ def explode(x: Tensor) -> Tensor:
     """`x`, whose backward pass raises an ArithmeticError."""
     found: Tensor = _Explode.apply(x)  # type: ignore[no-untyped-call]
     return found
+
+
+@contextmanager
+def exchange_api(is_offered: bool) -> Iterator[None]:
+    """With what Torch describes tensors by, or as with a Torch before 2.10."""
+    if is_offered:
+        yield
+        return
+    kept = torch.Tensor.__dict__.get(EXCHANGE_API)
+    if kept is not None:
+        delattr(torch.Tensor, EXCHANGE_API)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            setattr(torch.Tensor, EXCHANGE_API, kept)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from multiring import Communicator, UsageError
-from tests.adapters.torch.support import register
+from tests.adapters.torch.support import both_ways, exchange_api, register
 from tests.on_ranks import on_ranks
-from tests.python.collectives.test_tensor_memory import both_ways, exchange_api
 
 
 class Named(torch.Tensor):

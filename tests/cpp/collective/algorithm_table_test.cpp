@@ -204,7 +204,7 @@ TEST(AlgorithmTableRows, AreChosenByTheModel) {
   EXPECT_EQ(chosen(many, 16).row.name, "rounds") << "few hops for small arrays";
   EXPECT_FALSE(chosen(many, 16).plan);
   const auto [row, plan] = chosen(many, 25 << 20);
-  EXPECT_EQ(row.name, "4px64p") << "few bytes for large ones";
+  EXPECT_EQ(row.name, "4px8px8p") << "few bytes for large ones, and few messages beside additions";
   EXPECT_TRUE(row.is_chosen);
   EXPECT_GT(row.segments, 1U);
   EXPECT_LT(limit_seconds(plan.value(), {}), row.seconds);

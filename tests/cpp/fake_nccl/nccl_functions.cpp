@@ -3,24 +3,28 @@
 // there, and a peer that has ended is waited for until an abort.
 //
 // The variable FAKE_NCCL, read at each call, has words divided by spaces: "version=N", "hang=init"
-// (connecting never ends), "hang=allreduce", "hang=abort", "fail=init" (at once), "fail=allreduce" (an
-// asynchronous error).
+// (connecting never ends), "hang=allreduce", "hang=abort", "fail=id" (a unique id), "fail=init" (at once),
+// "fail=enqueue" (of a part that is not the first), "fail=group" (its end), "fail=allreduce" (an asynchronous
+// error).
 
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <set>
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fake_cuda/machine.h"
@@ -47,13 +51,26 @@ struct Id {
   std::array<char, 128> bytes;
 };
 
-/// The first members of ncclConfig_t.
+/// ncclConfig_t of 2.17.
 struct Config {
   std::size_t size;
   unsigned magic;
   unsigned version;
   int blocking;
+  int cluster_size;
+  int min_blocks;
+  int max_blocks;
+  const char* network;
 };
+constexpr int kConfigVersion = 21700;
+constexpr int kUndefined = -2147483647 - 1;
+
+bool is_right(const Config& config) {
+  const bool is_known =
+      config.size == sizeof(Config) && config.magic == 0xcafebeef && config.version == kConfigVersion;
+  return is_known && config.blocking == 0 && config.network == nullptr && config.cluster_size == kUndefined &&
+         config.min_blocks == kUndefined && config.max_blocks == kUndefined;
+}
 
 struct Comm {
   std::string path;  // all files of the communicator begin so
@@ -63,6 +80,9 @@ struct Comm {
   bool hangs = false;
   bool is_connected = false;
   int operations = 0;
+  // What has been asked for and has not begun; begins when the state has been asked for some times.
+  std::vector<std::function<void()>> asked;
+  int queries_until_begun = 0;
   std::atomic<int> error{kSuccess};
   std::atomic<bool> is_aborted{false};
 
@@ -121,6 +141,20 @@ int current_device() {
   return static_cast<int>(reinterpret_cast<std::uintptr_t>(context)) - 1;
 }
 
+/// What is added of it is float, and rounded once for each operator.
+struct BFloat16 {
+  std::uint16_t bits;
+
+  explicit BFloat16(float value) : bits(from(std::bit_cast<std::uint32_t>(value))) {}
+  explicit BFloat16(int value) : BFloat16(static_cast<float>(value)) {}
+  operator float() const { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16U); }  // NOLINT
+
+ private:
+  static std::uint16_t from(std::uint32_t value) {
+    return static_cast<std::uint16_t>((value + 0x7fffU + (value >> 16U & 1U)) >> 16U);
+  }
+};
+
 template <class T>
 T combined(T a, T b, int op) {
   if (op == 1) return static_cast<T>(a * b);
@@ -153,16 +187,49 @@ template <class T>
 constexpr Type type_of() {
   return {reduce_files<T>, sizeof(T)};
 }
-// In the order of ncclDataType_t; bfloat16, which comes last, is not there.
+// In the order of ncclDataType_t.
 constexpr Type kTypes[] = {type_of<std::int8_t>(),   type_of<std::uint8_t>(), type_of<std::int32_t>(),
                            type_of<std::uint32_t>(), type_of<std::int64_t>(), type_of<std::uint64_t>(),
-                           type_of<_Float16>(),      type_of<float>(),        type_of<double>()};
+                           type_of<_Float16>(),      type_of<float>(),        type_of<double>(),
+                           type_of<BFloat16>()};
 
 bool lies_on(int device, const void* memory, std::size_t bytes) {
   const FakeMachine::Block* const block = machine().block_of(memory);
   return block != nullptr && block->device == device && block->kind == MemoryKind::kDevice &&
          (bytes == 0 || block == machine().block_of(static_cast<const std::byte*>(memory) + bytes - 1));
 }
+
+void begin_allreduce(const std::shared_ptr<Comm>& comm, const void* input, void* output, std::size_t count,
+                     int dtype, int op, std::uintptr_t stream) {
+  const Type type = kTypes[dtype];
+  const std::string of = std::to_string(comm->operations++);
+  const bool hangs = is_set("hang=allreduce");
+  if (is_set("fail=allreduce")) comm->error = kRemoteError;
+  const auto publish = [=] {
+    if (!comm->is_aborted)
+      comm->publish(of, reinterpret_cast<const char*>(machine().view(input)), count * type.size);
+  };
+  const auto add = [=] {
+    if (!comm->is_aborted) type.reduce(*comm, of, op, machine().view(output), count);
+  };
+  const auto can_add = [=] {
+    const bool can = !hangs && comm->error == kSuccess;
+    return comm->is_aborted || (can && comm->all_published(of));
+  };
+  const std::lock_guard lock(machine().mutex());
+  FakeMachine::Stream& found = *machine().find_stream(stream, comm->device);
+  machine().enqueue(found, {.work = publish});
+  machine().enqueue(found, {.work = add, .is_possible = can_add});
+}
+
+// Of the calling thread, as NCCL's: how many groups are open, and what begins when the last one ends.
+thread_local int group_depth = 0;
+struct Asked {
+  std::shared_ptr<Comm> comm;
+  std::function<void()> begin;
+};
+thread_local std::vector<Asked> group;
+thread_local int group_error = kSuccess;
 
 }  // namespace
 }  // namespace multiring::testing
@@ -180,15 +247,13 @@ FAKE_NCCL int ncclGetUniqueId(Id* id) {
   static std::atomic<int> made{0};
   const std::string path = (std::filesystem::temp_directory_path() / "fake_nccl.").string() +
                            std::to_string(::getpid()) + "." + std::to_string(made++);
-  if (path.size() >= id->bytes.size()) return kSystemError;
+  if (is_set("fail=id") || path.size() >= id->bytes.size()) return kSystemError;
   std::memcpy(id->bytes.data(), path.c_str(), path.size() + 1);
   return kSuccess;
 }
 
 FAKE_NCCL int ncclCommInitRankConfig(Handle* comm, int size, Id id, int rank, const Config* config) {
-  if (config->magic != 0xcafebeef || config->size < sizeof(Config) || config->version > 22000 ||
-      config->blocking != 0)
-    return kInvalidArgument;
+  if (!is_right(*config)) return kInvalidArgument;
   if (current_device() < 0 || is_set("fail=init")) return kInvalidUsage;
   auto made = std::make_shared<Comm>();
   made->path = id.bytes.data();
@@ -204,7 +269,14 @@ FAKE_NCCL int ncclCommInitRankConfig(Handle* comm, int size, Id id, int rank, co
 FAKE_NCCL int ncclCommGetAsyncError(Handle handle, int* state) {
   Comm& comm = **handle;
   *state = comm.error;
-  if (*state != kSuccess || comm.is_connected) return kSuccess;
+  if (*state != kSuccess) return kSuccess;
+  if (!comm.asked.empty()) {
+    *state = kInProgress;
+    if (--comm.queries_until_begun > 0) return kSuccess;
+    for (const auto& begin : std::exchange(comm.asked, {})) begin();
+    return kSuccess;
+  }
+  if (comm.is_connected) return kSuccess;
   *state = kInProgress;
   if (comm.hangs || !comm.all_published("init")) return kSuccess;
   std::set<std::vector<char>> devices;
@@ -215,34 +287,40 @@ FAKE_NCCL int ncclCommGetAsyncError(Handle handle, int* state) {
   return kSuccess;
 }
 
+FAKE_NCCL int ncclGroupStart() { return ++group_depth, kSuccess; }
+
+// A group with an error does nothing.
+FAKE_NCCL int ncclGroupEnd() {
+  if (group_depth == 0) return kInvalidUsage;
+  if (--group_depth > 0) return kSuccess;
+  const std::vector<Asked> ended = std::exchange(group, {});
+  const int error = std::exchange(group_error, kSuccess);
+  if (error != kSuccess) return error;
+  if (is_set("fail=group")) return kSystemError;
+  for (const Asked& each : ended) {
+    each.comm->asked.push_back(each.begin);
+    each.comm->queries_until_begun = 3;
+  }
+  return kInProgress;
+}
+
 FAKE_NCCL int ncclAllReduce(const void* input, void* output, std::size_t count, int dtype, int op,
                             Handle handle, std::uintptr_t stream) {
   const std::shared_ptr<Comm> comm = *handle;
-  if (!comm->is_connected || current_device() != comm->device) return kInvalidUsage;
+  if (!comm->is_connected || current_device() != comm->device || !comm->asked.empty() || group_depth == 0)
+    return kInvalidUsage;
+  if (is_set("fail=enqueue") && !group.empty()) return group_error = kSystemError;
   if (dtype < 0 || dtype >= static_cast<int>(std::size(kTypes)) || op < 0 || op > 4) return kInvalidArgument;
-  const Type type = kTypes[dtype];
-  const std::lock_guard lock(machine().mutex());
-  FakeMachine::Stream* const found = machine().find_stream(stream, comm->device);
-  if (found == nullptr || found->device != comm->device) return kInvalidArgument;
-  if (!lies_on(comm->device, input, count * type.size) || !lies_on(comm->device, output, count * type.size))
-    return kInvalidArgument;
-  const std::string of = std::to_string(comm->operations++);
-  const bool hangs = is_set("hang=allreduce");
-  if (is_set("fail=allreduce")) comm->error = kRemoteError;
-  machine().enqueue(*found, {.work = [=] {
-    comm->publish(of, reinterpret_cast<const char*>(machine().view(input)), count * type.size);
-  }});
-  machine().enqueue(*found, {.work =
-                                 [=] {
-                                   if (comm->is_aborted) return;
-                                   type.reduce(*comm, of, op, machine().view(output), count);
-                                 },
-                             .is_possible =
-                                 [=] {
-                                   const bool can = !hangs && comm->error == kSuccess;
-                                   return comm->is_aborted || (can && comm->all_published(of));
-                                 }});
-  return kInProgress;
+  const std::size_t bytes = count * kTypes[dtype].size;
+  {
+    const std::lock_guard lock(machine().mutex());
+    const FakeMachine::Stream* const found = machine().find_stream(stream, comm->device);
+    if (found == nullptr || found->device != comm->device) return kInvalidArgument;
+    if (!lies_on(comm->device, input, bytes) || !lies_on(comm->device, output, bytes))
+      return kInvalidArgument;
+  }
+  group.push_back({comm, [=] { begin_allreduce(comm, input, output, count, dtype, op, stream); }});
+  return kSuccess;
 }
 
 FAKE_NCCL int ncclCommAbort(Handle handle) {

@@ -71,20 +71,41 @@ TEST(CostModel, WhatSeveralSendToOneMayBeLost) {
   CostModel lossy = network_only();
   lossy.queue_bytes = 64e3;
   lossy.loss_seconds = 0.1;
-  const auto lost = [&](const char* mode, std::size_t bytes) {
+  const auto lost = [&](const char* mode, std::size_t bytes, std::size_t pieces = 1) {
     PlanOptions options = options_for(mode, bytes / sizeof(float));
     options.order = Order::kAny;
     const Plan plan(gigabit(8, 1), options);
-    return (predict(plan, lossy) - predict(plan, network_only())) / lossy.loss_seconds;
+    return lossy.held_up(queue_of(load_of(plan), pieces)) / lossy.loss_seconds;
   };
-  // Of seven that send an eighth each, six wait: there and back.
-  EXPECT_NEAR(lost("1px8p", 80'000), 0.0, 1e-9);
-  EXPECT_NEAR(lost("1px8p", 88'000), 2.0, 1e-9);
-  // Of a ring in both directions one of two.
-  EXPECT_NEAR(lost("1px8r", 800'000), 0.0, 1e-9);
-  EXPECT_NEAR(lost("1px8r", 1'600'000), 2.0, 1e-9);
-  EXPECT_NEAR(lost("1px2px2px2p", 64'000'000), 0.0, 1e-9) << "one by one";
-  EXPECT_NEAR(lost("1px8d", 64'000'000), 0.0, 1e-9) << "one by one";
+  // Of seven that send an eighth each.
+  EXPECT_NEAR(lost("1px8p", 72'000), 0.0, 1e-9);
+  EXPECT_NEAR(lost("1px8p", 80'000), 1.0, 1e-9);
+  // Of a ring in both directions two that send a sixteenth.
+  EXPECT_NEAR(lost("1px8r", 400'000), 0.0, 1e-9);
+  EXPECT_NEAR(lost("1px8r", 800'000), 1.0, 1e-9);
+  // All of one, or half of it.
+  EXPECT_NEAR(lost("1px8d", 64'000), 0.0, 1e-9);
+  EXPECT_NEAR(lost("1px8d", 72'000), 1.0, 1e-9);
+  EXPECT_NEAR(lost("1px2px2px2p", 127'000), 0.0, 1e-9);
+  EXPECT_NEAR(lost("1px2px2px2p", 136'000), 1.0, 1e-9);
+  EXPECT_NEAR(lost("1px2px2px2p", 1'048'576, 4), 1.0, 1e-9) << "pieces are in several dimensions";
+  EXPECT_NEAR(lost("1px2px2px2p", 1'048'576, 64), 0.0, 1e-9) << "of short pieces";
+  EXPECT_NEAR(lost("1px8p", 64'000'000, 8), 2.0, 1e-9) << "of four at a time";
+}
+
+TEST(PlanLoad, PiecesThatAreInSeveralHopsWaitForAHostTogether) {
+  const auto queued = [](const char* mode, std::size_t bytes, std::size_t pieces) {
+    return queue_of(load_of(Plan(gigabit(8, 1), options_for(mode, bytes / sizeof(float)))), pieces).bytes;
+  };
+  // Of seven, in both hops; of two pieces none is in the second hop before both are in the first.
+  EXPECT_NEAR(queued("1px8p", 8192, 1), 7168.0, 1e-9);
+  EXPECT_NEAR(queued("1px8p", 8192, 2), 7168.0, 1e-9);
+  EXPECT_NEAR(queued("1px8p", 8192, 64), 2.0 * 2.0 * 7168.0 / 64.0, 1e-9) << "two in each hop";
+  // Halves, quarters and eighths, there and back.
+  EXPECT_NEAR(queued("1px2px2px2p", 8192, 1), 4096.0, 1e-9);
+  EXPECT_NEAR(queued("1px2px2px2p", 8192, 2), 4096.0, 1e-9) << "both in halves";
+  EXPECT_NEAR(queued("1px2px2px2p", 8192, 4), 3072.0, 1e-9) << "two in halves, two in quarters";
+  EXPECT_NEAR(queued("1px2px2px2p", 8192, 64), 2.0 * 2.0 * 7168.0 / 64.0, 1e-9);
 }
 
 TEST(CostModel, SmallMessagesCostTheRounds) {
@@ -131,6 +152,24 @@ TEST(CostModel, SegmentsHideTheShorterResource) {
   EXPECT_NEAR(cost.seconds(1000), std::max(network, memory), 0.01 * (network + memory));
   model.message_seconds = 1e-3;
   EXPECT_GT(predict_steps(plan, model).seconds(100000), network + memory) << "every piece is a message";
+}
+
+TEST(CostModel, ARankSendsAndAddsWithOneProcessor) {
+  const Cluster cluster = make_cluster(std::vector(4, 1), {{1e18, 0.0}}, kFreeMemory);
+  CostModel model = network_only();
+  model.message_seconds = 1e-3;
+  model.reduction_bytes_per_second = 1e9;
+  constexpr std::size_t kPieces = 1000;
+  const PlanCost cost = predict_steps(Plan(cluster, options_for("1px4p", 1 << 22)), model);
+  double processor = 0.0;
+  for (const StepCost& step : cost.steps) processor += kPieces * step.messages + step.memory;
+  EXPECT_NEAR(cost.seconds(kPieces), processor, 0.01 * processor);
+}
+
+TEST(CostModel, ShortPiecesWaitForEachOther) {
+  constexpr double kLatency = 1e-3;
+  const PlanCost cost = predict_steps(Plan(gigabit(4, 1, kLatency), options_for("1px4p", 4)), network_only());
+  EXPECT_NEAR(cost.seconds(101) - cost.seconds(1), 100 * kLatency / 2, 1e-5) << "two are in a hop";
 }
 
 TEST(CostModel, ADimensionMayHaveALinkOfItsOwn) {

@@ -13,7 +13,7 @@ import multiring
 from multiring import Communicator, UsageError
 from multiring.tuning import costs
 from multiring.tuning.file import OFF, has_costs, load
-from multiring.tuning.measure import algorithms_of
+from multiring.tuning.measure import Measured, algorithms_of
 from tests.nursery import Nursery
 from tests.support import REPOSITORY, refused, run_job
 
@@ -273,3 +273,18 @@ def test_few_algorithms_have_few_peers(nursery: Nursery) -> None:
 def few_of(comm: Communicator) -> list[str]:
     comm._core.set_tuning("")  # as before anything is measured: of costs of a loaded machine others would run
     return algorithms_of(comm, few=True)
+
+
+@pytest.mark.parametrize(
+    ("measured", "probe"),
+    [
+        ([("1px8p", 1 << 20, 0.02)], ""),
+        ([("rounds", 1 << 17, 0.002)], ""),
+        ([("1px8p", 1 << 17, 0.1)], ""),
+        ([("rounds", 1 << 17, 0.002), ("1px8p", 1 << 17, 0.003)], "1px8p/32768"),
+        ([("1px8d", 1 << 14, 0.001), ("1px8d", 1 << 17, 0.21), ("1px8p", 1 << 17, 0.2)], "1px8p/32768"),
+    ],
+    ids=["the largest size", "rounds alone", "a slow network", "quicker rounds", "losses of all"],
+)
+def test_what_tells_losses_from_a_slow_network(measured: list[tuple[str, int, float]], probe: str) -> None:
+    assert costs._loss_probe([Measured(*one) for one in measured]) == probe

@@ -1,50 +1,31 @@
-"""Tensors, whose memory DLPack's exchange API describes where Torch has that, and its methods elsewhere."""
+"""Tensors as arrays of collectives: their memory is described by DLPack's exchange API where Torch has that, and by
+its methods elsewhere (subclasses, and older Torch)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from multiring import Communicator, UsageError
+from tests.adapters.torch.support import EXCHANGE_API, both_ways, exchange_api
 from tests.on_ranks import on_ranks
 
-API = "__dlpack_c_exchange_api__"
 
-
-@contextmanager
-def exchange_api(is_offered: bool) -> Iterator[None]:
-    """With Torch's API, or as with a Torch before 2.10."""
-    import torch
-
-    if is_offered:
-        yield
-        return
-    kept = torch.Tensor.__dict__.get(API)
-    if kept is not None:
-        delattr(torch.Tensor, API)
-    try:
-        yield
-    finally:
-        if kept is not None:
-            setattr(torch.Tensor, API, kept)
-
-
-both_ways = pytest.mark.parametrize("is_offered", [True, False])
+class _Derived(torch.Tensor):
+    """Which has another way to describe its memory, perhaps."""
 
 
 def _tensors() -> dict[str, Any]:
     """Tensors whose elements are not what one would find by address and number of elements."""
-    import torch
-
     values = torch.arange(1.0, 7.0)
     twos = torch.full((2, 3), 2.0)
     return {
         "plain": values,
+        "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
         "offset": values[2:],
         "transposed": values.reshape(2, 3).T,
         "strided": values[::2],
@@ -56,6 +37,8 @@ def _tensors() -> dict[str, Any]:
         "negative, strided": torch.view_as_complex(twos.reshape(3, 2)).conj().imag,
         "negative, of one element": torch.tensor([1 + 2j]).conj().imag,
         "negative, contiguous": torch._neg_view(values),
+        "negative, of several elements": torch.complex(values, values).conj().imag,
+        "derived": torch.arange(4.0).as_subclass(_Derived),
         "parameter": torch.nn.Parameter(values.clone(), requires_grad=False),
         "detached": torch.nn.Parameter(values.clone()).detach(),
         "inference": _made_in_inference_mode(),
@@ -67,8 +50,6 @@ def _tensors() -> dict[str, Any]:
 
 
 def _made_in_inference_mode() -> Any:
-    import torch
-
     with torch.inference_mode():
         return torch.arange(3.0)
 
@@ -76,32 +57,35 @@ def _made_in_inference_mode() -> Any:
 @on_ranks(2)
 @both_ways
 def test_all_forms(comm: Communicator, is_offered: bool) -> None:
-    import torch
-
+    """What is read, what is made and what is written into are the elements that Torch shows."""
+    torch.manual_seed(1)
     with exchange_api(is_offered):
         for name, x in _tensors().items():
-            results = [
-                comm.allreduce(x, "max"),
-                comm.allreduce(x, "max", out=torch.empty(x.shape, dtype=x.dtype)),
-                comm.allreduce_async(x, "max").wait(),
+            op = "max" if x.dtype == torch.bool else "sum"
+            before, twice = x.tolist(), (x.to(torch.float64) * (1 + (op == "sum"))).tolist()
+            reduced = [
+                comm.allreduce(x, op),
+                comm.allreduce(x, op, out=torch.empty(x.shape, dtype=x.dtype)),
+                comm.allreduce_async(x, op).wait(),
+            ]
+            copied = [
                 comm.broadcast(x),
                 comm.allgather(x.reshape(-1))[: x.numel()].reshape(x.shape),
             ]
-            if name != "expanded":
+            assert x.tolist() == before, name
+            if name != "expanded":  # whose elements share memory
                 own = torch._neg_view(-x) if x.is_neg() else x.clone()
-                assert comm.allreduce(own, "max", out=own) is own
-                results.append(own)
-            for result in results:
+                assert comm.allreduce(own, op, out=own) is own
+                reduced.append(own)
+            for result in reduced + copied:
                 assert isinstance(result, torch.Tensor)
                 assert result.dtype == x.dtype
-                assert result.tolist() == x.tolist(), name
+                assert result.tolist() == (twice if any(result is one for one in reduced) else before), name
 
 
 @on_ranks(2)
 @both_ways
 def test_what_no_memory_describes_is_refused(comm: Communicator, is_offered: bool) -> None:
-    import torch
-
     graph = torch.ones(2, requires_grad=True) * 2
     refused = {
         "requires a gradient": [torch.ones(2, requires_grad=True), graph],
@@ -126,7 +110,6 @@ def test_what_no_memory_describes_is_refused(comm: Communicator, is_offered: boo
 @on_ranks(2)
 def test_a_derived_class_is_asked_itself(comm: Communicator) -> None:
     """What it means by its elements may be other memory than that of the tensor that it derives from."""
-    import torch
 
     class Wrapped(torch.Tensor):
         def __dlpack__(self, **kwargs: Any) -> Any:
@@ -146,8 +129,6 @@ def test_a_derived_class_is_asked_itself(comm: Communicator) -> None:
 @on_ranks(2)
 def test_memory_stays_while_an_operation_is_pending(comm: Communicator) -> None:
     """Also where the program gives the tensor other memory meanwhile."""
-    import torch
-
     x = torch.full((1 << 18,), float(comm.rank + 1))
     view = x.view(-1)
     work = comm.allreduce_async(x, out=x)
@@ -159,9 +140,7 @@ def test_memory_stays_while_an_operation_is_pending(comm: Communicator) -> None:
 
 @on_ranks(2)
 def test_unknown_versions_are_left_alone(comm: Communicator) -> None:
-    import torch
-
     for other in (7, object(), None):
-        with mock.patch.object(torch.Tensor, API, other, create=True):
+        with mock.patch.object(torch.Tensor, EXCHANGE_API, other, create=True):
             assert comm.allreduce(torch.ones(2)).tolist() == [2.0, 2.0]
             assert comm.allreduce_async(torch.ones(2)).wait().tolist() == [2.0, 2.0]

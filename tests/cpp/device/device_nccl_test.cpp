@@ -1,0 +1,275 @@
+// Allreduces by NCCL, on the stand-ins for it and for the driver: ranks as threads, which share its table.
+
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "support/device_array.h"
+#include "support/errors.h"
+
+// So that the stand-in is linked, and found by the core.
+extern "C" int ncclGetVersion(int* version);
+extern "C" int ncclGroupEnd();
+
+namespace multiring {
+namespace {
+
+using namespace testing;
+
+class DeviceNcclTest : public ::testing::TestWithParam<Progress> {
+ protected:
+  static constexpr int kSize = 2;
+  static constexpr std::size_t kCount = 20'001;
+  // As the gradients of a model, and their flags on the host.
+  static constexpr std::size_t kCounts[] = {3, kCount, 0, 1, 700};
+
+  DeviceNcclTest() : group_({TransportKind::kInproc, kSize, kSmallStaging}) {
+    int version = 0;
+    ncclGetVersion(&version);
+    static const std::string kParent = ::testing::TempDir();  // which TMPDIR changes
+    std::string folder = kParent + "multiring-nccl-XXXXXX";
+    folder_ = ::mkdtemp(folder.data());
+    ::setenv("TMPDIR", folder_.c_str(), 1);  // where the stand-in has its files
+    gpu_.set_progress(GetParam(), 3);
+  }
+  ~DeviceNcclTest() override {
+    ::unsetenv("FAKE_NCCL");
+    std::filesystem::remove_all(folder_);
+  }
+
+  static Operation in_any_order(Operation operation) {
+    operation.descriptor.key.order = Order::kAny;
+    return operation;
+  }
+  Operation allreduce(const DeviceArray& input, const DeviceArray& output) {
+    return in_any_order(allreduce_of(input, output, devices_));
+  }
+  DeviceArray array(int device, std::size_t count, float value) {
+    return {gpu_, device, std::vector<float>(count, value)};
+  }
+  int copies() { return gpu_.calls("copy_to_host"); }
+
+  std::filesystem::path folder_;
+  FakeGpu gpu_;
+  std::shared_ptr<Devices> devices_ = std::make_shared<Devices>(gpu_.driver());
+  RankGroup group_;
+};
+
+/// Arrays on a device and one on the host, which are reduced as one.
+class Bucket {
+ public:
+  Bucket(FakeGpu& gpu, int device, std::span<const std::size_t> counts, float value) : flags_(5, value) {
+    for (const std::size_t count : counts)
+      arrays_.push_back(std::make_unique<DeviceArray>(gpu, device, std::vector<float>(count, value)));
+  }
+
+  /// `on_host`: as many of the first elements lie there, as of a gradient that this rank does not have.
+  Operation operation(const std::shared_ptr<Devices>& devices, std::size_t on_host = 0) {
+    slot_.assign(on_host, flags_[0]);
+    std::vector<Buffer> pieces;
+    if (on_host > 0)
+      pieces.push_back(
+          {.address = reinterpret_cast<std::byte*>(slot_.data()), .bytes = on_host * sizeof(float)});
+    std::size_t skipped = 0;
+    for (const auto& array : arrays_) {
+      if (skipped++ == 0 && on_host > 0) continue;
+      pieces.push_back(array->buffer());
+    }
+    pieces.push_back(
+        {.address = reinterpret_cast<std::byte*>(flags_.data()), .bytes = flags_.size() * sizeof(float)});
+    Operation operation = allreduce_of_pieces(pieces, devices);
+    operation.descriptor.key.order = Order::kAny;
+    return operation;
+  }
+  void expect(float value, bool with_first = true) const {
+    EXPECT_EQ(flags_, std::vector<float>(flags_.size(), value));
+    for (std::size_t i = with_first ? 0 : 1; i < arrays_.size(); ++i)
+      EXPECT_EQ(arrays_[i]->seen(), std::vector<float>(arrays_[i]->values().size(), value)) << i;
+    EXPECT_EQ(slot_, std::vector<float>(slot_.size(), value));
+  }
+
+ private:
+  std::vector<std::unique_ptr<DeviceArray>> arrays_;
+  std::vector<float> slot_;
+  std::vector<float> flags_;
+};
+
+TEST_P(DeviceNcclTest, SumsOfWholeArrays) {
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray x = array(rank, kCount, static_cast<float>(rank + 1));
+    const DeviceArray out = array(rank, kCount, -1);
+    for (const CallMode mode : kCallModes) {
+      perform(communicator, allreduce(x, out), mode);
+      EXPECT_EQ(x.seen(), std::vector<float>(kCount, static_cast<float>(rank + 1)));
+      EXPECT_EQ(out.seen(), std::vector<float>(kCount, 3));
+    }
+  });
+  EXPECT_EQ(copies(), 0);
+}
+
+TEST_P(DeviceNcclTest, SumsOfPieces) {
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    for (const CallMode mode : kCallModes) {
+      Bucket bucket(gpu_, rank, kCounts, static_cast<float>(rank + 1));
+      for (const float wanted : {3.0F, 6.0F, 12.0F}) {
+        perform(communicator, bucket.operation(devices_), mode);
+        bucket.expect(wanted);
+      }
+    }
+  });
+  EXPECT_EQ(copies(), 0);
+}
+
+// The ranks have other parts of the array on their devices: it passes through the host. The next one, which
+// might, is copied there as well, and those that follow are not.
+TEST_P(DeviceNcclTest, PiecesThatDifferPassThroughTheHost) {
+  int expected = 0;
+  for (const CallMode mode : kCallModes) {
+    RankGroup group({TransportKind::kInproc, kSize, kSmallStaging});
+    group.run([&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      Bucket differs(gpu_, rank, kCounts, static_cast<float>(rank + 1));
+      const std::size_t on_host = rank == 1 ? kCounts[0] : 0;
+      perform(communicator, differs.operation(devices_, on_host), mode);
+      differs.expect(3, rank == 0);
+      Bucket bucket(gpu_, rank, kCounts, static_cast<float>(rank + 1));
+      for (const float wanted : {3.0F, 6.0F, 12.0F}) {
+        perform(communicator, bucket.operation(devices_), mode);
+        bucket.expect(wanted);
+      }
+    });
+    expected += 7 + 8;  // 4 and 3 pieces that have elements, then 4 and 4
+    EXPECT_EQ(copies(), expected);
+  }
+}
+
+TEST_P(DeviceNcclTest, AnArrayOnTheHostOfOneRank) {
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray x = array(rank, kCount, 1);
+    std::vector<float> on_host(kCount, 1);
+    Operation sum = sum_in_place(on_host);
+    run(communicator, rank == 1 ? in_any_order(std::move(sum)) : allreduce(x, x));
+    EXPECT_EQ(rank == 1 ? on_host : x.seen(), std::vector<float>(kCount, 2));
+    const DeviceArray y = array(rank, kCount, 1);
+    for (const float wanted : {2.0F, 4.0F}) {
+      run(communicator, allreduce(y, y));
+      EXPECT_EQ(y.seen(), std::vector<float>(kCount, wanted));
+    }
+  });
+  EXPECT_EQ(copies(), 2);  // of rank 0: the first, and the second, which is not used
+}
+
+TEST_P(DeviceNcclTest, ADeviceThatTwoRanksHaveHadServesThemLater) {
+  group_.run([&](Communicator& communicator) {
+    const DeviceArray shared = array(0, kCount, 1);
+    run(communicator, allreduce(shared, shared));
+    EXPECT_EQ(shared.seen(), std::vector<float>(kCount, 2));
+    run(communicator, barrier_operation());
+    const DeviceArray own = array(communicator.rank(), kCount, 1);
+    run(communicator, allreduce(own, own));
+    EXPECT_EQ(own.seen(), std::vector<float>(kCount, 2));
+    const int before = copies();
+    run(communicator, allreduce(own, own));
+    EXPECT_EQ(own.seen(), std::vector<float>(kCount, 4));
+    EXPECT_EQ(copies(), before);
+  });
+}
+
+// Of more than the host adds at once: it would be copied in parts.
+TEST_P(DeviceNcclTest, ALargeArrayAfterAnOfferThatWasNotTaken) {
+  constexpr std::size_t kLarge = Staging::kPartsFrom / sizeof(float) + 3;
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray shared = array(0, kCount, 1);
+    run(communicator, allreduce(shared, shared));
+    const DeviceArray x = array(rank, kLarge, 1);
+    for (const float wanted : {2.0F, 4.0F, 8.0F}) {
+      run(communicator, allreduce(x, x));
+      EXPECT_EQ(x.seen(), std::vector<float>(kLarge, wanted));
+    }
+  });
+}
+
+TEST_P(DeviceNcclTest, FailuresOfAnOperation) {
+  ::setenv("FAKE_NCCL", "fail=allreduce", 1);
+  const auto outcomes = group_.outcomes([&](Communicator& communicator) {
+    Bucket bucket(gpu_, communicator.rank(), kCounts, 1);
+    run(communicator, bucket.operation(devices_));
+  });
+  expect_all_raised(outcomes, ErrorKind::kInternal, "an operation of NCCL");
+}
+
+TEST_P(DeviceNcclTest, CopiesThatCannotBeMadeAreNotNeeded) {
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray shared = array(0, kCount, 1);
+    run(communicator, allreduce(shared, shared));
+    run(communicator, barrier_operation());
+    const DeviceArray own = array(rank, kCount, 1);
+    if (rank == 0) gpu_.fail_next("copy_to_host", cuda::kOutOfMemory);
+    run(communicator, allreduce(own, own));
+    EXPECT_EQ(own.seen(), std::vector<float>(kCount, 2));
+  });
+}
+
+TEST_P(DeviceNcclTest, FailuresInAGroup) {
+  for (const char* const failure : {"fail=enqueue", "fail=group"}) {
+    RankGroup group({TransportKind::kInproc, kSize, kSmallStaging});
+    ::setenv("FAKE_NCCL", failure, 1);
+    const auto body = [&](Communicator& communicator) {
+      Bucket bucket(gpu_, communicator.rank(), kCounts, 1);
+      run(communicator, bucket.operation(devices_));
+      bucket.expect(2);
+    };
+    const auto outcomes = group.outcomes([&](Communicator& communicator) {
+      try {
+        body(communicator);
+      } catch (const Error&) {
+        EXPECT_EQ(ncclGroupEnd(), 5) << "ncclInvalidUsage: this thread has no group open";
+        throw;
+      }
+    });
+    expect_all_raised(outcomes, ErrorKind::kInternal, "failed");
+    ::unsetenv("FAKE_NCCL");
+    RankGroup({TransportKind::kInproc, kSize, kSmallStaging}).run(body);
+  }
+}
+
+TEST_P(DeviceNcclTest, IsGivenBackWhenTheCommunicatorIsClosed) {
+  const auto own_files = [&](int rank) {
+    int found = 0;
+    for (const auto& each : std::filesystem::directory_iterator(folder_))
+      found += each.path().string().ends_with(".init." + std::to_string(rank)) ? 1 : 0;
+    return found;
+  };
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray x = array(rank, kCount, 1);
+    run(communicator, allreduce(x, x));
+    EXPECT_EQ(own_files(rank), 1);
+    run(communicator, barrier_operation());
+    communicator.close();
+    EXPECT_EQ(own_files(rank), 0);
+  });
+}
+
+TEST_P(DeviceNcclTest, FailuresToConnect) {
+  ::setenv("FAKE_NCCL", "fail=init", 1);
+  const auto outcomes = group_.outcomes([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), kCount, 1);
+    run(communicator, allreduce(x, x));
+  });
+  expect_all_raised(outcomes, ErrorKind::kInternal, "ncclCommInitRankConfig");
+}
+
+INSTANTIATE_TEST_SUITE_P(Progress, DeviceNcclTest,
+                         ::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads));
+
+}  // namespace
+}  // namespace multiring
