@@ -1,5 +1,5 @@
-"""Tensors as arrays of collectives: their memory is described by DLPack's exchange API where Torch has that, and by
-its methods elsewhere (subclasses, and older Torch)."""
+"""Tensors as arrays of collectives: described by DLPack's exchange API where Torch has that, and by its
+methods elsewhere (subclasses, older Torch)."""
 
 from __future__ import annotations
 
