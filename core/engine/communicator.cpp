@@ -287,13 +287,7 @@ void Communicator::complete(Operation& operation) const {
     descriptor.key.comm_dtype = CommDtype::kDefault;
   if (descriptor.key.order == Order::kDefault && traits.reduces) descriptor.key.order = options_.order;
   descriptor.nccl_device = -1;
-  if (operation.on_devices != nullptr) {
-    operation.on_devices->any_order = descriptor.key.order == Order::kAny;
-    operation.on_devices->stays = false;
-  }
-  // In shared memory there is one order only, but for NCCL's, and all may be fused.
-  if (descriptor.key.order == Order::kAny && traits.reduces && transport_->shares_memory())
-    descriptor.key.order = Order::kCanonical;
+  if (operation.on_devices != nullptr) operation.on_devices->stays = false;
   if (descriptor.key.order == Order::kCanonical && !traits.reduces) descriptor.key.order = Order::kDefault;
   if (descriptor.bytes >= kMinSymmetricBytes && operation.pieces.empty() && traits.reduces)
     symmetric_.locate_buffers(operation, transport_->shares_memory());
