@@ -26,6 +26,7 @@ from multiring import Communicator, cli
 from multiring.benchmarks import launch
 from multiring.benchmarks.collectives import on_devices
 from multiring.benchmarks.emulation import start as emulated_start
+from multiring.benchmarks.emulation.capacity import require_capacity
 from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.mpich import find_mpich
 from multiring.benchmarks.results import Results
@@ -119,6 +120,8 @@ def main(args: argparse.Namespace) -> int:
     options = _parse(name, benchmark, words)
     _check_outputs(options)
     placement = launch_environment.detect()
+    if options.emulation is not None and placement.launcher == "none":
+        require_capacity(options.emulation, options)  # before anything starts
     # A rank chooses for itself what the process that started it has chosen: MPI only where mpirun did it.
     if options.device is None:
         options.peers = launch.choose_peers(options.peers, placement.launcher)

@@ -218,6 +218,10 @@ void bind_costs(py::module_& module) {
       py::arg("ranks"), py::arg("oversubscribed"),
       "The memory of a single host of so many ranks, as the arguments of Cluster.");
   module.def(
+      "check_mode",
+      [](const std::string& text) { require_runs(parse_algorithm(text), Collective::kAllreduce); },
+      py::arg("text"), "Raises UsageError for what MULTIRING_MODE cannot be, whatever ranks there are.");
+  module.def(
       "check_tuning", [](const std::string& text) { Tuning::parse(text); }, py::arg("text"),
       "Raises UsageError with the number of the line that is wrong.");
   module.def(

@@ -197,7 +197,7 @@ void NcclGroups::offer(Operation& operation, const Exchange& exchange, std::size
   Descriptor& descriptor = operation.descriptor;
   descriptor.nccl_device = -1;
   arrays.stays = false;
-  if (!arrays.any_order || descriptor.key.kind != OpKind::kAllreduce) return;
+  if (descriptor.key.order != Order::kAny || descriptor.key.kind != OpKind::kAllreduce) return;
   if (exchange.size() == 1 || !exchange.transport().shares_memory() ||
       exchange.transport().staging_bytes() < sizeof(Meeting))
     return;

@@ -61,7 +61,6 @@ struct DeviceArrays {
   Buffer output;
   std::vector<Buffer> pieces;  ///< as many as Operation::pieces, or none
   ResultBuffer::Allocate allocate_result;
-  bool any_order = false;            ///< the user allows any order of additions
   bool stays = false;                ///< nothing is copied: NCCL reduces the arrays where they lie
   bool in_parts = false;             ///< the operation asks for its input, and gives its output, part by part
   std::size_t returned = 0;          ///< bytes of the output that are on their way back

@@ -34,9 +34,9 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       timeout_(options_.timeout),
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
-  warn_of_rings();
   exchange_.nccl().warn_by(options_.warn);
   if (!options_.tuning.empty()) follow_tuning();
+  warn_of_rings();
   exchange_.set_elsewhere(
       {.waits =
            [this](int peer) { return CommunicatorList::find_other_wait(this, transport_->world_rank(peer)); },
@@ -62,14 +62,25 @@ void Communicator::follow_tuning() {
 
 void Communicator::warn_of_rings() const {
   const bool is_world = name() == CommunicatorOptions().name;  // the others have its settings
-  if (options_.order == Order::kAny || rank() != 0 || !options_.warn || options_.mode.empty() || !is_world)
-    return;
-  const Mode mode = parse_algorithm(options_.mode).mode;
-  if (const auto found = std::ranges::find_if(mode, needs_any_order); found != mode.end())
-    options_.warn("mode " + options_.mode + " has a " + traits_of(*found->algorithm).name +
-                  ", which adds in another order than the canonical one: only allreduces that allow "
-                  "any order use it, and the others a pairwise exchange or a chain in its place. "
-                  "MULTIRING_ORDER=any allows all to");
+  if (options_.order == Order::kAny || rank() != 0 || !options_.warn || !is_world) return;
+  const auto warn_of = [&](const std::string& what, const Mode& mode) {
+    const auto found = std::ranges::find_if(mode, needs_any_order);
+    if (found == mode.end()) return false;
+    options_.warn(what + " has a " + traits_of(*found->algorithm).name +
+                  ", which adds in another order than the canonical one: only calls that allow any order use "
+                  "it, and the others a pairwise exchange or a chain in its place. MULTIRING_ORDER=any "
+                  "allows all to");
+    return true;
+  };
+  const bool is_forced = !options_.mode.empty();
+  if (is_forced && warn_of("mode " + options_.mode, parse_algorithm(options_.mode).mode)) return;
+  if (transport_->shares_memory()) return;  // no rule is followed
+  const Tuning tuning = Tuning::parse(tuning_);
+  for (const Tuning::Rule& rule : tuning.rules()) {
+    if (!adds(rule.collective) || (is_forced && rule.collective == Collective::kAllreduce)) continue;
+    const std::string line = "line " + std::to_string(rule.line) + " of the tuning";
+    if (warn_of(line + ", " + algorithm_name(rule.algorithm) + ",", rule.algorithm.mode)) return;
+  }
 }
 
 std::string Communicator::wait_on_this_rank(int world_rank) const {
@@ -287,13 +298,7 @@ void Communicator::complete(Operation& operation) const {
     descriptor.key.comm_dtype = CommDtype::kDefault;
   if (descriptor.key.order == Order::kDefault && traits.reduces) descriptor.key.order = options_.order;
   descriptor.nccl_device = -1;
-  if (operation.on_devices != nullptr) {
-    operation.on_devices->any_order = descriptor.key.order == Order::kAny;
-    operation.on_devices->stays = false;
-  }
-  // In shared memory there is one order only, but for NCCL's, and all may be fused.
-  if (descriptor.key.order == Order::kAny && traits.reduces && transport_->shares_memory())
-    descriptor.key.order = Order::kCanonical;
+  if (operation.on_devices != nullptr) operation.on_devices->stays = false;
   if (descriptor.key.order == Order::kCanonical && !traits.reduces) descriptor.key.order = Order::kDefault;
   if (descriptor.bytes >= kMinSymmetricBytes && operation.pieces.empty() && traits.reduces)
     symmetric_.locate_buffers(operation, transport_->shares_memory());

@@ -68,9 +68,12 @@ void Communicator::execute_chosen() {
     std::vector<std::shared_ptr<Work>> chosen;
     {
       const std::lock_guard lock(mutex_);
-      const std::size_t most =
-          options_.fuse_at_most > 0 ? options_.fuse_at_most : transport_->staging_bytes();
-      if (!first_error_) chosen = choose_work(queue_, limit, one_at_a_time ? 0 : options_.fuse_below, most);
+      // What is fused depends on time, and across hosts so would the bits of a sum in any order.
+      const Fusion fusion{
+          .below = one_at_a_time ? 0 : options_.fuse_below,
+          .at_most = options_.fuse_at_most > 0 ? options_.fuse_at_most : transport_->staging_bytes(),
+          .any_order = transport_->shares_memory()};
+      if (!first_error_) chosen = choose_work(queue_, limit, fusion);
       if (!chosen.empty()) running_ = chosen;
     }
     if (chosen.empty()) return fail_running();  // the communicator was broken meanwhile

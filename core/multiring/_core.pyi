@@ -49,6 +49,7 @@ __all__: list[str] = [
     "algorithm_table",
     "assumed_memory",
     "before_fork",
+    "check_mode",
     "check_tuning",
     "checksum",
     "choose_algorithm",
@@ -1039,6 +1040,11 @@ def assumed_memory(
 def before_fork() -> None:
     """
     To be called before each fork.
+    """
+
+def check_mode(text: str) -> None:
+    """
+    Raises UsageError for what MULTIRING_MODE cannot be, whatever ranks there are.
     """
 
 def check_tuning(text: str) -> None:

@@ -147,6 +147,15 @@ def _line(text: str) -> str:
     return text
 
 
+def _mode(text: str) -> str:
+    try:
+        from multiring import _core
+    except ImportError:
+        return text  # diagnostics do without the native library, whose modes these are
+    _core.check_mode(text)
+    return text
+
+
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -253,7 +262,7 @@ VARIABLES: tuple[Variable, ...] = (
         "mode",
         "dimensions, such as 4x8 or 4tx8d, or rounds; on one host direct, staged or rounds",
         "How allreduces run, and across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
-        _line,
+        _mode,
     ),
     Variable(
         "tuning",
@@ -329,6 +338,8 @@ def shows_full_tracebacks(environ: Mapping[str, str] = os.environ) -> bool:
 def _parse(variable: Variable, text: str) -> Any:
     try:
         return variable.parse(text)
+    except UsageError as error:
+        raise UsageError(f"environment variable {variable.name}: {error}") from None
     except (ValueError, OverflowError):
         shown = "its value" if variable.field == "secret" else repr(text)
         raise UsageError(

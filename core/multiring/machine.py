@@ -11,6 +11,7 @@ __all__ = [
     "allowed_cpus",
     "core_allowance",
     "cpu_quota",
+    "memory_available",
     "memory_limit",
     "memory_total",
     "numa_nodes",
@@ -72,9 +73,29 @@ def core_allowance(root: Path = Path("/")) -> int:
 
 def memory_total(root: Path = Path("/")) -> int | None:
     """Bytes of memory of the machine."""
+    return _meminfo("MemTotal", root)
+
+
+def memory_available(root: Path = Path("/")) -> int | None:
+    """Bytes that processes can still take, by the machine and by control groups; None where none tells."""
+    found = [_meminfo("MemAvailable", root)]
+    for directory in _groups("memory", root):
+        for most, used, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, taken = _text(directory / most), _text(directory / used)
+            if limit.isdigit() and taken.isdigit():
+                # What is cached of files counts as used, and gives way.
+                free = int(limit) - int(taken) + (_counter(directory / "memory.stat", cached) or 0)
+                found.append(max(0, free))
+    return min((each for each in found if each is not None), default=None)
+
+
+def _meminfo(field: str, root: Path) -> int | None:
     for line in _text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
-        if name == "MemTotal":
+        if name == field:
             return int(value.split()[0]) * 1024
     return None
 
@@ -103,10 +124,16 @@ def oom_kills(root: Path = Path("/")) -> int:
     """How many processes of our control group the kernel has killed for want of memory."""
     for directory in _groups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
-            for line in _text(directory / name).splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
+            if (kills := _counter(directory / name, "oom_kill")) is not None:
+                return kills
     return 0
+
+
+def _counter(path: Path, name: str) -> int | None:
+    for line in _text(path).splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    return None
 
 
 def processor_name(root: Path = Path("/")) -> str:

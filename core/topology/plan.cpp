@@ -29,16 +29,6 @@ Mode resolve(Mode mode, const Cluster& cluster, Order order) {
   return mode;
 }
 
-/// Blocks cross hosts at once, and the rank that carries one holds all of it.
-void require_blocks(const Mode& mode) {
-  const bool fits = mode.size() <= 2 && mode.front().algorithm == Algorithm::kPairwise &&
-                    traits_of(*mode.back().algorithm).reducing_phase == Phase::kReduceScatter;
-  if (!fits)
-    throw_usage("mode " + format_mode(mode) +
-                " is for allreduces: others cross hosts in one dimension, by one of " +
-                algorithm_letters(Phase::kReduceScatter) + ", and use the pairwise exchange within hosts");
-}
-
 void require_canonical(const Mode& mode) {
   for (const Dimension& dimension : mode) {
     if (!needs_any_order(dimension)) continue;
@@ -51,6 +41,18 @@ void require_canonical(const Mode& mode) {
 }
 
 }  // namespace
+
+void require_blocks(const Mode& mode) {
+  const auto algorithm = [](const Dimension& dimension) {
+    return dimension.algorithm.value_or(Algorithm::kPairwise);
+  };
+  const bool fits = mode.size() <= 2 && algorithm(mode.front()) == Algorithm::kPairwise &&
+                    traits_of(algorithm(mode.back())).reducing_phase == Phase::kReduceScatter;
+  if (!fits)
+    throw_usage("mode " + format_mode(mode) +
+                " is for allreduces: others cross hosts in one dimension, by one of " +
+                algorithm_letters(Phase::kReduceScatter) + ", and use the pairwise exchange within hosts");
+}
 
 const char* phase_name(Phase phase) {
   static constexpr const char* kNames[] = {"reduce-scatter", "reduce", "allreduce", "broadcast",

@@ -125,6 +125,10 @@ struct PlanOptions {
 /// or a gather the block of each, of a broadcast that of the root.
 MULTIRING_API PlanOptions collective_options(Collective collective, std::size_t count, int ranks);
 
+/// Raises a usage error unless a collective other than an allreduce may have the mode, whatever the ranks:
+/// its blocks cross hosts at once, and the rank that carries one holds all of it.
+MULTIRING_API void require_blocks(const Mode& mode);
+
 /// Steps of one collective; immutable.
 class MULTIRING_API Plan {
  public:

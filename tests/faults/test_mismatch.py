@@ -49,6 +49,25 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
         "broadcast 'broadcast_object.length' root 0 int64[1]",
         "allgather 'allgather_object' int64[1]",
     ),
+    # On one host they give the same bits: on several they would not.
+    "orders of additions": (
+        lambda comm: comm.allreduce(X),
+        lambda comm: comm.allreduce(X, order="any"),
+        "allreduce sum float32[4, 3]",
+        "rank 1 asked for allreduce sum in any order float32[4, 3]",
+    ),
+    "orders of asynchronous ones": (
+        lambda comm: [work.wait() for work in [comm.allreduce_async(X) for _ in range(3)]],
+        lambda comm: [work.wait() for work in [comm.allreduce_async(X, order="any") for _ in range(3)]],
+        "allreduce sum float32[4, 3] (asynchronous operation ",
+        "rank 1 asked for allreduce sum in any order float32[4, 3]",
+    ),
+    "orders of a reduce-scatter": (
+        lambda comm: comm.reduce_scatter(X),
+        lambda comm: comm.reduce_scatter(X, order="any"),
+        "reduce_scatter sum float32[4, 3]",
+        "rank 1 asked for reduce_scatter sum in any order float32[4, 3]",
+    ),
     "asynchronous and synchronous": (
         lambda comm: comm.allreduce_async(X).wait(),
         lambda comm: comm.allreduce(X),

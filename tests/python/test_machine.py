@@ -70,6 +70,26 @@ def test_no_limit_is_none(tmp_path: Path) -> None:
         assert machine.core_allowance(root) == len(os.sched_getaffinity(0))
 
 
+def test_memory_that_is_free_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
+    free = "MemTotal: 1000000 kB\nMemAvailable: 600000 kB\n"
+    version_2 = {
+        "a/memory.max": "500000000\n",
+        "a/memory.current": "300000000\n",
+        "a/memory.stat": "anon 1\ninactive_file 50000000\n",
+        "a/b/memory.max": "max\n",
+        "a/b/memory.current": "1\n",
+    }
+    version_1 = {"memory/memory.limit_in_bytes": "700000\n", "memory/memory.usage_in_bytes": "800000\n"}
+    for version, groups, expected in (
+        (V2, version_2, 250_000_000),
+        (V1, version_1, 0),
+        (V2, {}, 614_400_000),
+    ):
+        root = limited(tmp_path / str(expected), version | {"proc/meminfo": free}, groups)
+        assert machine.memory_available(root) == expected
+    assert machine.memory_available(tmp_path / "nothing") is None
+
+
 def test_hardware_threads_of_a_core_are_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two packages of two cores with two threads each, the second threads numbered after all first ones.
     files = {}
@@ -97,3 +117,4 @@ def test_this_machine_can_be_read(tmp_path: Path) -> None:
     assert machine.processor_name()
     assert set(machine.allowed_cpus()) == os.sched_getaffinity(0)
     assert (machine.memory_total() or 0) > 1 << 20
+    assert (machine.memory_available() or 0) > 1 << 20

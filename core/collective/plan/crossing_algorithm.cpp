@@ -90,6 +90,7 @@ void require_runs(const CrossingAlgorithm& algorithm, Collective collective) {
   if (algorithm.kind == Kind::kPlan && !has_plans(collective))
     throw_usage(std::string(collective_name(collective)) + " has no plans such as " + name +
                 ": it crosses hosts by rounds or messages");
+  if (algorithm.kind == Kind::kPlan && collective != Collective::kAllreduce) require_blocks(algorithm.mode);
 }
 
 std::string algorithm_name(const CrossingAlgorithm& algorithm) {

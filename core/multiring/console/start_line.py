@@ -13,6 +13,8 @@ from multiring import machine
 from multiring.errors import UsageError
 from multiring.log import announce
 from multiring.rendezvous import launch_environment
+from multiring.tuning.file import rule_limits
+from multiring.units import size_text
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
@@ -149,12 +151,13 @@ def _algorithms(comm: Communicator) -> str:
     if comm.cross_size == 1:
         return ""
     chosen: list[tuple[str, str]] = []
-    for nbytes, size in zip(_SIZES, ("1 KiB", "64 KiB", "1 MiB", "64 MiB"), strict=True):
+    limits = [limit for limit in rule_limits(comm._core.tuning) if limit < _SIZES[-1]]
+    for nbytes in sorted({*_SIZES, *limits}):
         rows = comm._core.algorithm_rows("allreduce", nbytes, "")
         name = next((row.name for row in rows if row.is_chosen), "a rule")
         if chosen and chosen[-1][0] == name:
             chosen.pop()
-        chosen.append((name, size))
+        chosen.append((name, size_text(nbytes)))
     return "allreduces by " + ", ".join(f"{name} up to {size}" for name, size in chosen) + "; "
 
 

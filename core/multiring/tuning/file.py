@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from multiring import _core as native
+from multiring import units
 from multiring.errors import UsageError
 
-__all__ = ["OFF", "ROUNDS", "has_costs", "load", "only"]
+__all__ = ["OFF", "ROUNDS", "has_costs", "load", "only", "rule_limits"]
 
 OFF = "off"
 ROUNDS = "rounds"
@@ -28,7 +29,7 @@ def load(path: str) -> str:
         raise UsageError(
             f"MULTIRING_TUNING names {path}, which cannot be read: {why}; every host needs the file, or the "
             "variable has to be unset"
-        ) from error
+        ) from None
     if len(text) > _MAX_CHARACTERS:
         raise UsageError(f"{path} is longer than any tuning")
     # Ranks compare what is left. Lines keep their numbers.
@@ -45,6 +46,18 @@ def load(path: str) -> str:
 def has_costs(text: str) -> bool:
     """Whether a tuning says what allreduces cost, so that nothing has to be measured."""
     return any(line.split()[:1] == [_COSTS] for line in text.splitlines())
+
+
+def rule_limits(text: str) -> list[int]:
+    """Bytes of the largest arrays that a rule of allreduces is for, or that come before one, in no order."""
+    limits: list[int] = []
+    for line in text.splitlines():
+        interval = line.removeprefix("allreduce").split()[:1]
+        if not interval or not interval[0][0].isdigit():
+            continue  # of another collective, or costs
+        least, _, most = interval[0].partition("-")
+        limits += [units.size(least) - 1, units.size(most) if most else 0]
+    return [limit for limit in limits if limit > 0]
 
 
 def only(algorithm: str) -> str:

@@ -354,9 +354,14 @@ TEST(Order, OneCallMayDifferFromTheJob) {
   });
 }
 
-TEST(Order, ARingIsForThoseThatAllowAnyOrder) {
-  GroupOptions options = ModeCase{4, 4, "1x4r"}.options();
+class RingInCanonicalOrder : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Order, RingInCanonicalOrder, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "by_a_rule" : "by_a_mode"; });
+
+TEST_P(RingInCanonicalOrder, IsForThoseThatAllowAnyOrderAndTheOthersAreWarned) {
+  GroupOptions options = ModeCase{4, 4, GetParam() ? "" : "1x4r"}.options();
   options.communicator.order = Order::kCanonical;
+  if (GetParam()) options.communicator.tuning = "0- 1x4r";
   std::vector<std::string> warnings;
   std::mutex mutex;
   options.communicator.warn = [&](const std::string& text) {
@@ -368,9 +373,11 @@ TEST(Order, ARingIsForThoseThatAllowAnyOrder) {
   group.run([&](Communicator& communicator) {
     expect_reduced(communicator, problem);
     EXPECT_FALSE(reduced(communicator, problem, Order::kAny) == problem.expected);
+    communicator.set_tuning(communicator.tuning());
     expect_reduced(*communicator.split(0, 0, {}), problem);
   });
   ASSERT_EQ(warnings.size(), 1u);
+  expect_text(warnings[0], GetParam() ? "line 1 of the tuning, 1x4r, has a ring" : "mode 1x4r has a ring");
   expect_text(warnings[0], "MULTIRING_ORDER=any");
 }
 

@@ -95,6 +95,9 @@ TEST(Tuning, TheLineThatIsWrongIsNamed) {
   expect_refused("0- auto", "mode 'auto'");
   expect_refused("0- auto", "or in a rule for gather, scatter or alltoall messages");
   expect_refused("0- 2x2d rounds", "mode '2x2d rounds'");
+  expect_refused("reduce_scatter 0- 2x2d", "mode 2x2d is for allreduces");
+  expect_refused("allgather 0- 2tx2", "mode 2tx2 is for allreduces");
+  expect_refused("broadcast 0- 2x2x2", "mode 2x2x2 is for allreduces");
   expect_refused("costs latency", "latency is '', not a number of 0 or more");
   expect_refused("costs latency=-1", "latency is '-1', not a number of 0 or more");
   expect_refused("costs latency=nan", "latency is 'nan', not a number of 0 or more");

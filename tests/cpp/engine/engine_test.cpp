@@ -263,5 +263,22 @@ TEST(WorkOrder, SmallAllreducesShareARound) {
   EXPECT_EQ(rounds, 3u);
 }
 
+// The ranks share memory, where the order of additions is one; but it has to be the same on all of them.
+TEST(WorkOrder, SmallAllreducesOfOneOrderShareARound) {
+  HeldUp held_up(1000);
+  Array arrays[2][20];
+  const std::uint64_t rounds = held_up.run([&](Communicator& communicator) {
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    for (int i = 0; i < 20; ++i) {
+      arrays[rank][i].assign(50, i);
+      Operation sum = sum_in_place(arrays[rank][i]);
+      sum.descriptor.key.order = i < 10 ? Order::kAny : Order::kCanonical;
+      communicator.submit(std::move(sum), 0, nullptr);
+    }
+  });
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(arrays[1][i], Array(50, 2 * i));
+  EXPECT_EQ(rounds, 2u);
+}
+
 }  // namespace
 }  // namespace multiring

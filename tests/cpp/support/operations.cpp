@@ -25,6 +25,7 @@ Operation make_operation(const Request& request) {
     descriptor.key.postscale = request.reduction.postscale;
   }
   descriptor.key.comm_dtype = request.comm_dtype;
+  descriptor.key.order = request.order;
   descriptor.dtype = request.dtype;
   descriptor.dims = 2;
   descriptor.shape[0] = request.rows;

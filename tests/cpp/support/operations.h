@@ -33,6 +33,7 @@ struct Request {
   std::string name = {};
   std::vector<std::uint64_t> splits = {};
   CommDtype comm_dtype = CommDtype::kDefault;
+  Order order = Order::kDefault;
 };
 Operation make_operation(const Request& request);
 

@@ -7,14 +7,17 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from multiring import machine
+from multiring.benchmarks.emulation.capacity import why_too_many
 from multiring.benchmarks.emulation.hosts import why_not
 from tests.python.benchmarks.test_bench import bench, measured
 from tests.python.benchmarks.test_bench_launch import MPICH
-from tests.support import Job, executable, wait_until
+from tests.support import Job, Stopwatch, executable, wait_until
 
 HOLDER = b"cat\0-\0"  # what holds an emulated host
 
@@ -52,14 +55,74 @@ def test_emulated_hosts_are_measured_and_leave_nothing() -> None:
     assert "4 ranks of emulated hosts (2x2 --rate 400mbit,400mbit --switch-queue 1mb), all on" in done.stdout
 
 
+def namespaces(pids: list[int]) -> set[str]:
+    """The network namespaces that processes are in, without that of this one."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/ns/net"))
+    return found - {os.readlink("/proc/self/ns/net")}
+
+
+def all_processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+ENDS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+
+
 @pytest.mark.usefixtures("emulated")
-def test_emulated_hosts_end_with_a_bench_that_is_killed() -> None:
-    words = ["--emulate", "2x1", "--sizes", "64KiB", "--seconds", "60", "--peers", "none"]
+@pytest.mark.parametrize(
+    ("number", "peers"),
+    [*((number, "none") for number in ENDS), (signal.SIGKILL, "mpi"), (signal.SIGTERM, "mpi")],
+)
+def test_nothing_is_left_of_emulated_hosts_when_a_signal_ends_the_bench(number: int, peers: str) -> None:
+    interfaces = set(os.listdir("/sys/class/net"))
+    words = ["--emulate", "2x2", "--sizes", "4KiB,64MiB", "--seconds", "2", "--peers", peers]
     with Job(bench(*words)) as job:
-        wait_until(lambda: processes(job, HOLDER), "hosts")
-        job.process.kill()
-        job.finish()
-        wait_until(lambda: not processes(job, HOLDER), "the end of the hosts")
+        assert job.process.stderr is not None
+        assert any(
+            line.startswith("4 KiB: ") for line in job.process.stderr
+        )  # it measures 64 MiB now, for 10 s and more
+        hosts = namespaces(job.processes())
+        assert len(processes(job, HOLDER)) == len(hosts) == 3  # two hosts, and the switch between them
+        job.process.send_signal(number)
+        watch = Stopwatch()
+        job.ended(ENDS[number])
+        assert watch.seconds() < 10
+        wait_until(lambda: not hosts & namespaces(all_processes()), "the end of the namespaces")
+        wait_until(lambda: set(os.listdir("/sys/class/net")) <= interfaces, "the end of the interfaces")
+
+
+@pytest.mark.parametrize("processors", [1, 2, 64])
+def test_ranks_that_this_machine_does_not_carry_are_refused(processors: int) -> None:
+    carried, plenty = 16 * processors, 1 << 50
+    assert why_too_many(carried, 1 << 20, processors, plenty) is None
+    assert why_too_many(carried, 1 << 20, processors, None) is None
+    for ranks in (carried + 1, 9801, 2 * 99999):
+        for memory in (plenty, None):
+            why = why_too_many(ranks, 1 << 20, processors, memory)
+            assert why is not None
+            assert (
+                f"{ranks} ranks are too many for this machine, which carries {carried}: {carried} on " in why
+            )
+    each = 512 << 20  # of a rank with arrays of 64 MiB
+    assert why_too_many(16, 64 << 20, processors, 16 * each) is None
+    why = why_too_many(16, 64 << 20, processors, 16 * each - 1)
+    assert why is not None
+    assert "carries 15: " in why
+    assert "and 15 in 8 GiB of free memory (512 MiB for each)" in why
+    assert "carries 0: " in (why_too_many(2, 4, processors, 0) or "")
+
+
+@pytest.mark.parametrize("benchmark", ["allreduce", "gradients"])
+def test_they_are_refused_before_anything_starts(tmp_path: Path, benchmark: str) -> None:
+    layout = f"2x{8 * machine.core_allowance() + 1}"
+    # Without the programs that make hosts: none could be made.
+    words = [sys.executable, "-m", "multiring", "bench", benchmark, "--emulate", layout]
+    done = Job(words, env={"PATH": str(tmp_path)}).run(code=2)
+    assert f"--emulate {layout}: " in done.stderr
+    assert " ranks are too many for this machine, which carries " in done.stderr
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import multiring
-from multiring import Communicator, UsageError
+from multiring import Communicator, MismatchError, UsageError
 from multiring.numpy import GradientBuckets
 from multiring.tuning.file import only
 from tests.nursery import Nursery
@@ -97,3 +97,22 @@ def test_a_ring_for_all_allreduces(nursery: Nursery) -> None:
     for order in ("any", "canonical"):
         first, *others = nursery.values(3, in_a_ring, order, init=False, hosts=3)
         assert others == [first] * 2
+
+
+def in_the_order_of_the_job(rank: int, by_name: bool) -> None:
+    if rank == 1:
+        os.environ["MULTIRING_ORDER"] = "any"
+    comm = multiring.init()
+    if by_name:
+        comm.named_queue("q").allreduce(np.ones(3), name="a")
+    else:
+        comm.allreduce(np.ones(3))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_another_order_of_a_rank_is_an_error(nursery: Nursery, by_name: bool) -> None:
+    """Also on one host, where it changes no bit: there would be no error before the job runs on several."""
+    for outcome in nursery.run(3, in_the_order_of_the_job, by_name, init=False):
+        outcome.check_raised(
+            MismatchError, "sum float64[3]", "rank 1 asked for ", "sum in any order float64[3]"
+        )

@@ -71,7 +71,9 @@ def test_one_host_has_algorithms_of_its_own() -> None:
         ("no choice of algorithms on one host", "1x2", "--collective", "broadcast"),
         ("of a rank alone needs no algorithm; describe several (--hosts 1x2)", "1x1"),
         ("--oversubscribed is for one host", "2x2", "--oversubscribed"),
-        ("staged are no algorithm of allreduce", "2x2", "--mode", "staged"),
+        ("staged is for ranks of one host; across hosts take a mode such as 2x3", "3x2", "--mode", "staged"),
+        ("allgather has no messages here", "2x2", "--collective", "allgather", "--mode", "messages"),
+        ("allreduce has no allreduce:2x2 here", "2x2", "--mode", "allreduce:2x2"),
         ("mode 4d is for several hosts; within one there are direct", "1x4", "--mode", "4d"),
         ("--segment is for several hosts", "1x4", "--segment", "64K"),
         ("--host-links is for several hosts", "1x4", "--host-links", "ring"),
@@ -81,6 +83,9 @@ def test_one_host_has_algorithms_of_its_own() -> None:
         ("--segment is for plans, and messages is none", "2x2", "--collective", "gather", "--segment", "1K"),
     ):
         assert told in refused("plan", "--explain", "--hosts", *words)
+    words = ["--hosts", "2x2", "--collective", "reduce_scatter", "--mode"]
+    for mode in ("allreduce:2x2", "allreduce:2px2"):
+        assert "allreduce:2px2p " in printed(*words, mode)
 
 
 def test_one_host_says_what_either_kind_of_array_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import multiring
 from multiring import Communicator, UsageError
 from multiring.tuning import costs
-from multiring.tuning.file import OFF, has_costs, load
+from multiring.tuning.file import OFF, has_costs, load, rule_limits
 from multiring.tuning.measure import Measured, algorithms_of
 from tests.nursery import Nursery
 from tests.support import REPOSITORY, refused, run_job
@@ -35,6 +35,11 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "tuning.txt"
     path.write_text(f"# measured on a Monday\n{RULES}\n\n{COSTS}  # beside a backup\n")
     return path
+
+
+def test_the_limits_of_rules_of_allreduces() -> None:
+    rules = "\n0-100K rounds\nallgather 0-7 rounds\nallreduce 50K-1M 1x4d\n0- 1x4t\ncosts latency=1"
+    assert sorted(rule_limits(rules)) == [50 * 1024 - 1, 100 * 1024, 1 << 20]
 
 
 def test_a_file_is_read_without_its_comments(file: Path) -> None:
@@ -63,8 +68,11 @@ def test_the_line_that_is_wrong_is_named(file: Path, content: bytes, told: str) 
 
 
 def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match="MULTIRING_TUNING names .*missing, which cannot be read: No such"):
+    with pytest.raises(
+        UsageError, match="MULTIRING_TUNING names .*missing, which cannot be read: No such"
+    ) as raised:
         load("/missing")
+    assert raised.value.__suppress_context__, "one traceback is shown"
 
 
 def sums(comm: Communicator) -> list[bytes]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from multiring import _core, cli
+from multiring.commands.launcher import options
 from multiring.commands.launcher.hosts import (
     HostSlots,
     RankSlot,
@@ -24,7 +25,7 @@ from multiring.commands.launcher.hosts import (
 )
 from multiring.errors import UsageError
 from multiring.store import address_to_listen_on
-from tests.support import Job, executable, refused, run_multiring
+from tests.support import Job, executable, parsed, refused, run_multiring
 
 HERE = socket.gethostname()
 
@@ -167,10 +168,19 @@ def test_the_address_is_one_of_the_way_to_the_host() -> None:
         (["-np", "2", "--timeout", "0", "true"], "more than 0"),
         (["-np", "2", "--env", "X", "true"], "NAME=VALUE"),
         (["-np", "2", "--env", "MULTIRING_TIMEOUT=soon", "true"], "MULTIRING_TIMEOUT"),
+        (["-np", "4", "--mode", "4x2q", "true"], "MULTIRING_MODE: mode '4x2q': 'q' is not a letter of an"),
+        (["-np", "4", "--env", "MULTIRING_MODE=auto", "true"], "MULTIRING_MODE: mode 'auto': "),
+        (["-np", "4", "--mode", "allreduce:2x2", "true"], "MULTIRING_MODE: 'allreduce:2x2' is for reduce_sc"),
+        (["-np", "2", "--order", "Random", "true"], "--order"),
     ],
 )
 def test_wrong_options_are_told(words: list[str], message: str) -> None:
     assert message in refused("run", *words)
+
+
+def test_words_of_options_are_read_as_those_of_their_variables() -> None:
+    found = parsed(options.add_arguments, "--order", "Any", "--host-links", "Ring", "true")
+    assert (found.order, found.host_links) == ("any", "ring")
 
 
 @pytest.fixture

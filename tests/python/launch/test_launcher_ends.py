@@ -10,12 +10,18 @@ import signal
 import termios
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from multiring.commands.launcher import guardian
+from multiring.commands.launcher.job import finish_job
+from multiring.commands.launcher.process import RankProcess
+from multiring.commands.launcher.rank_starter import JobOptions, RankStarter
 from tests.support import (
     Job,
+    Stopwatch,
     executable,
     open_descriptors,
     process_exists,
@@ -143,6 +149,38 @@ def test_nothing_is_left_when_the_launcher_is_killed(n: int, family: str) -> Non
         ranks_of(job, n)
         job.process.kill()
         job.ended(-signal.SIGKILL)
+
+
+def test_a_signal_ends_a_job_of_which_not_all_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    start = RankStarter.__call__
+
+    def start_and_interrupt(self: RankStarter, rank: int, piped: bool) -> RankProcess:
+        started.append(rank)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start(self, rank, piped)
+
+    monkeypatch.setattr(RankStarter, "__call__", start_and_interrupt)
+    watch = Stopwatch()
+    assert finish_job(JobOptions(5, ["sleep", "600"])).code == 128 + signal.SIGTERM
+    assert started == [0, 1]
+    assert watch.seconds() < 5
+
+
+def test_processes_are_ended_as_long_as_some_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where thousands end, one of them may take longer than the patience with one."""
+    rounds = iter([[1, 2, 3], [2, 3], [2, 3], [3], []])
+    now = iter(range(0, 1000, 4))
+    monkeypatch.setattr(guardian, "processes_of_job", lambda mark, sessions: next(rounds))
+    clock = SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None)
+    monkeypatch.setattr(guardian, "time", clock)
+    monkeypatch.setattr(guardian, "os", SimpleNamespace(kill=lambda pid, number: None))
+    guardian.end_processes(b"", set())
+    assert next(rounds, None) is None
+    rounds = iter([[1]] * 100)
+    guardian.end_processes(b"", set())
+    assert len(list(rounds)) > 90
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,14 @@ def test_ranks_of_several_hosts_say_what_is_between_them() -> None:
     told = run_job(2, pretend + SCRIPT, env={"MULTIRING_TUNING": "off"}, code=0).stderr
     algorithms = r"TCP between hosts; allreduces by \w+ up to .*64 MiB"
     assert re.fullmatch(r"\[0\] " + line(2, "2 hosts", r"[\d.]+ cores?", algorithms), told)
+
+
+def test_the_sizes_that_rules_end_at_are_told(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.txt"
+    rules.write_text("0-100K rounds\n50K-1M 1x2d\n0- 1x2t\n")
+    pretend = "from tests.support import pretend_places\npretend_places([0, 1])\n"
+    told = run_job(2, pretend + SCRIPT, env={"MULTIRING_TUNING": str(rules)}, code=0).stderr
+    assert "; allreduces by rounds up to 100 KiB, 1px2d up to 1 MiB, 1px2t up to 64 MiB; order" in told
 
 
 def test_a_rank_alone_says_so_and_warns_where_others_were_meant() -> None:

@@ -53,13 +53,10 @@ class Guard:
             self._writing = -1
 
     def join(self) -> None:
-        """Waits until it has done so."""
+        """Waits until it has done so; one that takes long goes on without us."""
         self.finish()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GUARD_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 @contextlib.contextmanager

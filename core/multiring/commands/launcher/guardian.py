@@ -17,7 +17,8 @@ import signal
 import sys
 import time
 
-_TRY_SECONDS = 5.0
+_TRY_SECONDS = 5.0  # in which none of them ends
+_ALL_SECONDS = 60.0  # however many do: one may start others again and again
 
 
 def processes_of_job(mark: bytes, sessions: set[int]) -> list[int]:
@@ -50,8 +51,15 @@ def processes_of_job(mark: bytes, sessions: set[int]) -> list[int]:
 
 def end_processes(mark: bytes, sessions: set[int]) -> None:
     """Kills every process of the job until none is left."""
-    deadline = time.monotonic() + _TRY_SECONDS
-    while (found := processes_of_job(mark, sessions)) and time.monotonic() < deadline:
+    began = progress = time.monotonic()
+    left: set[int] = set()
+    while found := processes_of_job(mark, sessions):
+        now = time.monotonic()
+        if left - set(found):  # of thousands the last one ends late
+            progress = now
+        if now - progress > _TRY_SECONDS or now - began > _ALL_SECONDS:
+            return
+        left = set(found)
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

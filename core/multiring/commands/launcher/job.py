@@ -213,6 +213,7 @@ class _Job:
         self._is_set, self._joined, self._explained = is_set, False, False
         self._start = start
         self._guard = guard
+        self._signals = signals
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
         # A lone rank without tags keeps the terminal itself, so that it looks as it does without us; but not
         # where a caller shows its error.
@@ -264,6 +265,9 @@ class _Job:
 
     def _start_ranks(self) -> ProgramError | None:
         for number in range(self._options.ranks):
+            # Many ranks take long to start. What runs on other hosts has to be known to be ended.
+            if not self._options.remote_hosts and self._signals.is_to_end():
+                break
             try:
                 rank = self._start(number, self._piped)
                 self._guard.watch(rank.pid)

@@ -79,12 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--order",
+        type=str.lower,  # as the variable that it sets
         choices=("canonical", "any"),
         help="in which order allreduces across hosts add; any: rings may run, and bits depend on where ranks "
         "are [canonical]",
     )
     parser.add_argument(
         "--host-links",
+        type=str.lower,
         choices=("switch", "ring", "line"),
         help="which hosts reach which: each each, or its neighbours in the order of -H alone [switch]",
     )

@@ -53,8 +53,19 @@ class ArrivedSignals:
 
     def __init__(self) -> None:
         self.descriptor, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._kept: list[int] = []
 
     def arrived(self) -> list[int]:
+        """Those since it was last called."""
+        found, self._kept = self._kept + self._read(), []
+        return found
+
+    def is_to_end(self) -> bool:
+        """Whether one of those that `arrived` will return tells the launcher to end."""
+        self._kept += self._read()
+        return any(number in _ENDING_SIGNALS for number in self._kept)
+
+    def _read(self) -> list[int]:
         with contextlib.suppress(BlockingIOError):
             return list(os.read(self.descriptor, 4096))
         return []
@@ -145,7 +156,7 @@ class Supervisor:
         """
         if timeout is not None:
             self.after(timeout, "time limit", lambda: self.end(Outcome.TIMED_OUT))
-        self._look()
+        self._on_signals()  # those that came while the ranks were started
         while not self._over:
             self._outputs.before_wait()
             if self._outputs.reader_is_gone:

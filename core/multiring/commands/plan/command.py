@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 from multiring import _core as native
 from multiring import units
@@ -24,6 +25,9 @@ _MAX_BYTES = 1 << 45
 
 # Algorithms that are no plan, so the table has all that there is to say.
 _WITHOUT_PLAN = ("rounds", "messages", "direct", "staged")
+_WITHIN_HOST = ("direct", "staged")
+# A reduce-scatter by the plan of an allreduce: the table has it, too.
+_ALLREDUCE_OF = "allreduce:"
 # The options that say what is between several hosts, or how plans cross it.
 _OF_SEVERAL_HOSTS: dict[str, object] = {
     "placement": "blocks",
@@ -166,7 +170,7 @@ def main(args: argparse.Namespace) -> int:
     collective, request, model = _described(args)
     if len(collective.cluster.ranks) == 1:
         _refuse_what_needs_hosts(args)
-    has_plan = args.mode not in _WITHOUT_PLAN and native.has_plans(args.collective)
+    has_plan = not _is_listed_only(args.mode) and native.has_plans(args.collective)
     row, plan = None, None
     if has_plan and len(collective.cluster.ranks) > 1:
         row, plan = native.choose_algorithm(collective.cluster, request, model)
@@ -232,7 +236,7 @@ def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest
         _refuse(f"--bytes and --segment may be up to {_MAX_BYTES >> 40} TiB")
     request.dtype = args.dtype
     request.count = -(-args.nbytes // itemsize)
-    request.mode = "" if args.mode in _WITHOUT_PLAN else args.mode
+    request.mode = "" if _is_listed_only(args.mode) else args.mode
     request.segment = args.segment
     request.order = args.order
     request.collective = args.collective
@@ -248,6 +252,11 @@ def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest
     return collective, request, model
 
 
+def _is_listed_only(mode: str) -> bool:
+    """Whether a mode is one of the table's algorithms that are no plan of the collective itself."""
+    return mode in _WITHOUT_PLAN or mode.startswith(_ALLREDUCE_OF)
+
+
 def _rows(
     args: argparse.Namespace,
     collective: Collective,
@@ -256,17 +265,26 @@ def _rows(
 ) -> list[native.AlgorithmRow]:
     """The table of algorithms; or what --mode names, or else what is chosen in it."""
     rows = native.algorithm_table(collective.cluster, request, model)
-    if args.mode not in _WITHOUT_PLAN:
+    if not _is_listed_only(args.mode):
         chosen = sorted((row for row in rows if row.is_chosen), key=lambda row: bool(row.needs))
         return chosen + ([row for row in rows if not row.is_chosen] if args.explain else [])
+    hosts = collective.cluster.ranks
+    if args.mode in _WITHIN_HOST and len(hosts) > 1:
+        flat = f"{max(map(len, hosts))}x{len(hosts)}"
+        _refuse(
+            f"--mode {args.mode} is for ranks of one host; across hosts take a mode such as {flat}, or rounds"
+        )
+    mode = args.mode
+    if mode.startswith(_ALLREDUCE_OF):  # a dimension without a letter takes the pairwise exchange
+        mode = re.sub(r"(\d)(?=x|$)", r"\1p", mode)
     # Direct is for symmetric arrays: others are staged.
-    named = [row for row in rows if row.name == args.mode or (args.mode == "direct" and row.name == "staged")]
-    if len(collective.cluster.ranks) == 1 and collective.name != "allreduce":
+    named = [row for row in rows if row.name == mode or (mode == "direct" and row.name == "staged")]
+    if len(hosts) == 1 and collective.name != "allreduce":
         _refuse(
             f"--mode {args.mode} is for allreduces: MULTIRING_MODE forces no {collective.name} of one host"
         )
     if not named:
-        _refuse(f"{args.mode} are no algorithm of {collective.name}: leave --mode out, or see --explain")
+        _refuse(f"{collective.name} has no {args.mode} here: leave --mode out, or see --explain")
     return named
 
 
