@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import pytest
 import multiring
 from multiring import Communicator, UsageError
 from multiring.tuning import costs
+from multiring.tuning import measure as measuring
 from multiring.tuning.file import OFF, has_costs, load, rule_limits
-from multiring.tuning.measure import Measured, algorithms_of
+from multiring.tuning.measure import Measured, algorithms_of, measure
 from tests.nursery import Nursery
 from tests.support import REPOSITORY, refused, run_job
 
@@ -201,6 +203,7 @@ def test_all_ranks_find_the_same(nursery: Nursery, size: int, hosts: int) -> Non
 TELLING = """
 import multiring
 from multiring.tuning import costs
+from multiring.tuning import measure as measuring
 from tests.support import pretend_places
 pretend_places([0, 1, 0])
 costs._MAX_BARRIER_SECONDS = 1e9
@@ -296,3 +299,40 @@ def few_of(comm: Communicator) -> list[str]:
 )
 def test_what_tells_losses_from_a_slow_network(measured: list[tuple[str, int, float]], probe: str) -> None:
     assert costs._loss_probe([Measured(*one) for one in measured]) == probe
+
+
+class OneRank:
+    """A communicator whose allreduces take `seconds`, and `choosing` more after a change of algorithm."""
+
+    is_broken, size = False, 1
+    tuning = ""
+
+    def __init__(self, seconds: float, choosing: float) -> None:
+        self.now, self._seconds, self._choosing = 0.0, seconds, choosing
+        self._core, self._is_chosen = self, False
+
+    def set_tuning(self, text: str) -> None:
+        self.tuning, self._is_chosen = text, False
+
+    def allreduce(self, x: Any, **options: Any) -> Any:
+        if options["name"] == "tune":
+            self.now += self._seconds + self._choosing * (not self._is_chosen)
+            self._is_chosen = True
+        return x
+
+    def barrier(self) -> None:
+        self.now += 1e-6
+
+    def broadcast_object(self, value: float) -> float:
+        return value
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(5e-5, 5e-5), (0.01, 0.0101)], ids=["small", "large"])
+def test_choosing_an_algorithm_is_no_part_of_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, found: float
+) -> None:
+    """Of large arrays it hardly is, and one more call would cost much."""
+    comm = OneRank(seconds, 1e-4)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: comm.now)
+    measured = measure(cast(Communicator, comm), ["rounds"], [1024], 1.0, lambda _: None, turn_seconds=0.0)
+    assert [each.seconds for each in measured] == pytest.approx([found])
