@@ -58,10 +58,20 @@ class _Pass:
             # node is still at work; from that node's post hook the callback reaches the outer pass.
             self._inner = node.register_hook(self.queue)
         elif (step := next(self._steps, None)) is not None:
-            step()
+            try:
+                step()
+            except BaseException:
+                self.abandon()
+                raise
             self.queue()
         else:
             self._hooks._end_pass(self.reduce)
+
+    def abandon(self) -> None:
+        """An exception ends the pass. A program that keeps that keeps this object, by the traceback."""
+        self._marking = None
+        if self._hooks._pass is not None and self._hooks._pass() is self:
+            self._hooks._pass = None
 
 
 class GradientHooks:
@@ -271,6 +281,13 @@ class GradientHooks:
         current = None if self._pass is None else self._pass()
         if current is None:
             current = self._begin_pass()
+        try:
+            self._take(current, number, parameter)
+        except BaseException:
+            current.abandon()
+            raise
+
+    def _take(self, current: _Pass, number: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise UsageError(

@@ -110,8 +110,8 @@ class GradientPlacement:
         # Parameters that look alike share a form: less to bring into the caches in each round.
         form = _Form.of(parameter, is_sparse=is_sparse)
         self._forms[number] = next((known for known in self._forms.values() if known == form), form)
-        if parameter.is_cpu and not is_sparse:
-            self.plain.expect(number, form.empty(), form.stride)
+        is_usual = parameter.is_cpu and not is_sparse
+        self.plain.expect(number, form.empty() if is_usual else None, form.stride)
 
     def incoming_hook(self, number: int) -> Callable[[Tensor], None]:
         """`note_incoming` of a number."""

@@ -171,10 +171,18 @@ class TensorGradients {
   }
 
   std::uintptr_t incoming(std::size_t number) const { return entries_.at(number).incoming; }
-  void set_incoming(std::size_t number, std::uintptr_t address) { entries_[number].incoming = address; }
+  /// False: it does not look as expected.
+  bool note_incoming(std::size_t number, PyObject* gradient) {
+    Entry& entry = entries_[number];
+    entry.incoming = entry.form == nullptr ? 0 : host_address(gradient);
+    if (entry.incoming == 0) entry.form = nullptr;
+    return entry.incoming != 0;
+  }
 
  private:
   struct Entry {
+    /// Null: not to be described, also when a gradient has been something else: Torch makes an exception with
+    /// a stack trace of each that DLPack does not know, which takes milliseconds.
     const Form* form = nullptr;
     std::uintptr_t incoming = 0;  // where autograd has it before it is accumulated
     std::uintptr_t address = 0;
@@ -185,9 +193,9 @@ class TensorGradients {
 
   std::uintptr_t take(Entry& entry, const py::object& gradient) const {
     dlpack::Tensor tensor;
-    if (entry.form == nullptr || !describe_plainly(gradient.ptr(), &tensor) || !entry.form->fits(tensor) ||
-        alone_ <= 0 || users_of(gradient) != alone_)
-      return 0;
+    if (entry.form == nullptr || alone_ <= 0) return 0;
+    if (!describe_plainly(gradient.ptr(), &tensor)) return entry.form = nullptr, 0;
+    if (!entry.form->fits(tensor) || users_of(gradient) != alone_) return 0;
     entry.version = version_of(gradient);
     entry.address = reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
     entry.weak = py::object();
@@ -240,9 +248,7 @@ struct Hook {
 constexpr const char* kHook = "multiring.GradientHook";
 
 PyObject* note_incoming(const Hook& hook, PyObject* gradient) {
-  const std::uintptr_t address = host_address(gradient);
-  hook.gradients->set_incoming(hook.number, address);
-  if (address != 0) Py_RETURN_NONE;
+  if (hook.gradients->note_incoming(hook.number, gradient)) Py_RETURN_NONE;
   return PyObject_CallOneArg(hook.adapter.ptr(), gradient);
 }
 
@@ -295,7 +301,8 @@ void bind_tensor_gradients(py::module_& module) {
            "count_users: how many share a storage, by its _cdata, or None; alone: a tensor that shares "
            "nothing.")
       .def("expect", &TensorGradients::expect, py::arg("number"), py::arg("like"), py::arg("strides"),
-           "What a gradient will look like: a tensor of its dtype and shape, and strides.")
+           "What a gradient will look like: a tensor of its dtype and shape, and strides; None: not to be\n"
+           "described.")
       .def("fetch", &TensorGradients::fetch, py::arg("parameters"), py::arg("numbers"),
            "The addresses of gradients that look so, are alone in their memory, and are reduced there from "
            "now\n"

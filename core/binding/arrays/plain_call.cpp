@@ -37,18 +37,20 @@ std::optional<DType> numpy_dtype(int type_num) {
   return std::nullopt;
 }
 
-/// What the call needs of an array; no reference is held, for the caller's arguments do.
+/// What the call needs of an array, which the caller's arguments hold; a tensor may get other memory
+/// meanwhile.
 struct PlainArray {
   std::byte* data = nullptr;
   DType dtype = DType::kUInt8;
   int dims = 0;
   const std::int64_t* shape = nullptr;
   std::uint64_t count = 1;
+  SharedTensor shared;
 
   bool take(PyObject* object, bool writable) {
     const bool is_known = Py_TYPE(object) == py::detail::npy_api::get().PyArray_Type_
                               ? take_numpy(object, writable)
-                              : take_dlpack(object);
+                              : take_dlpack(object, writable);
     for (int dim = 0; is_known && dim < dims; ++dim) count *= static_cast<std::uint64_t>(shape[dim]);
     return is_known && data != nullptr;
   }
@@ -72,10 +74,11 @@ struct PlainArray {
     return true;
   }
 
-  bool take_dlpack(PyObject* object) {
-    dlpack::Tensor tensor;
-    if (!describe_plainly(object, &tensor) || tensor.dims > Descriptor::kMaxDims || !in_c_order(tensor))
-      return false;
+  bool take_dlpack(PyObject* object, bool writable) {
+    shared = share_plainly(object);
+    if (shared == nullptr || (writable && (shared->flags & dlpack::kReadOnly) != 0)) return false;
+    const dlpack::Tensor& tensor = shared->tensor;
+    if (tensor.dims > Descriptor::kMaxDims || !in_c_order(tensor)) return false;
     const auto known = dlpack_dtype(tensor.dtype);
     if (!known) return false;
     data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
@@ -137,16 +140,14 @@ bool take_number(PyObject* object, double* number) {
   return true;
 }
 
-/// The arguments of the call in order; false where one is not of the plain kind.
-bool take_arguments(PyObject* const* args, Operation* operation, double* timeout) {
-  PlainArray in;
-  PlainArray out;
+/// The arguments of the call in order, of which the first two are `arrays` then; false where one is not of
+/// the plain kind.
+bool take_arguments(PyObject* const* args, PlainArray (&arrays)[2], Operation* operation, double* timeout) {
   const bool in_place = args[0] == args[1];
+  PlainArray& in = arrays[0];
+  PlainArray& out = in_place ? in : arrays[1];
   if (!in.take(args[0], in_place)) return false;
-  if (in_place)
-    out = in;
-  else if (!out.take(args[1], true) || out.dtype != in.dtype || out.count != in.count)
-    return false;
+  if (!in_place && (!out.take(args[1], true) || out.dtype != in.dtype || out.count != in.count)) return false;
   if (in.data != out.data && in.data < out.data + out.bytes() && out.data < in.data + in.bytes())
     return false;
   Descriptor& descriptor = operation->descriptor;
@@ -178,9 +179,10 @@ PyObject* plain_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t c
     return nullptr;
   }
   try {
+    PlainArray arrays[2];
     Operation operation;
     double timeout = -1.0;
-    if (!take_arguments(args, &operation, &timeout)) Py_RETURN_FALSE;
+    if (!take_arguments(args, arrays, &operation, &timeout)) Py_RETURN_FALSE;
     {
       const GilRelease released;
       (*self)->run(operation, call_options(timeout));

@@ -331,3 +331,23 @@ def test_what_goes_past_the_wrapper_is_refused(comm: Communicator) -> None:
     refuses(UsageError, text, optimizer.step)
     optimizer.remove()
     inner.step()
+
+
+@pytest.mark.parametrize("create_graph", [False, True], ids=["at its end", "when a gradient arrives"])
+def test_an_exception_that_the_program_keeps_does_not_keep_the_pass(
+    comm: Communicator, create_graph: bool
+) -> None:
+    model, hooks = make_hooked(comm)
+    wanted = expected(comm, squares)
+    weight = model[-1].weight
+    # Registered after the hooks of multiring: the gradient is on its way.
+    writer = weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.detach().mul_(2)))
+    with pytest.raises(UsageError) as kept:
+        squares(model, comm.rank).backward(create_graph=create_graph)
+    writer.remove()
+    for _ in range(3):
+        model.zero_grad()
+        backward(model, comm.rank)
+        assert_gradients(model, wanted, comm)
+    assert hooks.rounds == 3
+    assert kept.value.__traceback__ is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from multiring import Communicator, UsageError
-from tests.adapters.torch.support import both_ways, exchange_api, register
+from multiring.torch.counts import plain_gradients
+from tests.adapters.torch.support import EXCHANGE_API, both_ways, exchange_api, register
 from tests.on_ranks import on_ranks
 
 
@@ -130,3 +132,43 @@ def test_a_gradient_that_is_differentiated(comm: Communicator, is_offered: bool)
         assert weight.grad is not None
         assert weight.grad.tolist() == [2.0] * 4
         hooks.remove()
+
+
+class _Api(ctypes.Structure):
+    """Of DLPack: what describes a tensor, and which version that is of."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("unused", ctypes.c_void_p * 4),
+        ("describe", ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+def test_what_cannot_be_described_is_not_asked_again() -> None:
+    """Of a sparse tensor Torch makes an exception with a stack trace, which takes milliseconds."""
+    asked: list[object] = []
+
+    def describe(tensor: object, _: int) -> int:
+        asked.append(tensor)
+        return -1
+
+    api = _Api((1, 3), (None,) * 4, _Api._fields_[2][1](describe), None)
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = (
+        ctypes.py_object,
+        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+    )
+    odd = type("Odd", (), {EXCHANGE_API: new_capsule(ctypes.addressof(api), b"dlpack_exchange_api", None)})()
+    plain = plain_gradients(1)
+    told: list[object] = []
+    hook = plain.incoming_hook(0, told.append)
+    for times in (1, 2):
+        plain.expect(0, torch.zeros(3), [1])
+        for _ in range(3):
+            hook(odd)
+        assert asked == [odd] * times
+    assert told == [odd] * 6
+    plain.expect(0, None, [])
+    hook(torch.zeros(3))
+    assert len(told) == 7
