@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace multiring::binding {
 namespace {
 
-// Threads within PyGILState_Ensure, or about to call it.
+// Threads that take the lock, or are about to.
 std::atomic<int> asking{0};
 std::atomic<bool> ended{false};
 std::thread::id ending;  // of the thread that finalises; written before `ended`
@@ -24,32 +24,24 @@ std::thread::id ending;  // of the thread that finalises; written before `ended`
   for (;;) ::pause();
 }
 
-/// Runs what takes the lock. Where the interpreter ends this thread instead, it stops here.
-template <class Take>
-auto take_or_stop(const Take& take) {
-  try {
-    return take();
-  } catch (abi::__forced_unwind&) {
-    stop();  // further unwinding would leave this function
-  }
-}
-
 struct Asking {
   Asking() { asking.fetch_add(1, std::memory_order_seq_cst); }
   ~Asking() { asking.fetch_sub(1, std::memory_order_seq_cst); }
 };
 
-/// PyGILState_Ensure, which crashes where the interpreter is gone.
-PyGILState_STATE ensure() {
-  return take_or_stop([] {
-    {
-      const Asking counted;
-      if (!ended.load(std::memory_order_seq_cst) || std::this_thread::get_id() == ending)
-        return PyGILState_Ensure();
-    }
-    stop();
-  });
+/// Runs what takes the lock, which crashes where the interpreter is gone. Where it is, or ends this thread
+/// instead, the thread stops here.
+template <class Take>
+auto take_or_stop(const Take& take) {
+  try {
+    const Asking counted;
+    if (!ended.load(std::memory_order_seq_cst) || std::this_thread::get_id() == ending) return take();
+  } catch (abi::__forced_unwind&) {  // further unwinding would leave this function
+  }
+  stop();
 }
+
+PyGILState_STATE ensure() { return take_or_stop(PyGILState_Ensure); }
 
 bool is_finalising() {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -59,13 +51,16 @@ bool is_finalising() {
 #endif
 }
 
-/// From now on no other thread asks. Those that do have seen at the next switch interval (5 ms) that the
-/// interpreter ends, unless it keeps them for good (CPython 3.14), which is as well.
+/// How long those that ask are waited for: until they see, when they next run, that the interpreter ends.
+/// CPython keeps them for good from 3.14 on, where to wait is of no use.
+constexpr std::chrono::milliseconds kMaxAsking{PY_VERSION_HEX >= 0x030E0000 ? 0 : 5000};
+
+/// From now on no other thread asks.
 void note_end() {
   if (!is_finalising()) return;  // the module alone goes
   ending = std::this_thread::get_id();
   ended.store(true, std::memory_order_seq_cst);
-  const auto limit = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+  const auto limit = std::chrono::steady_clock::now() + kMaxAsking;
   while (asking.load(std::memory_order_seq_cst) > 0 && std::chrono::steady_clock::now() < limit)
     std::this_thread::sleep_for(std::chrono::microseconds(100));
 }
