@@ -78,7 +78,8 @@ with fake_arrays.stream(device()):
     x += 1
     works = [comm.allgather_async(x * factor) for factor in (1, 2)]
     for factor, work in enumerate(works, 1):
-        y = work.wait() + 1
+        gathered = work.wait()
+        y = gathered + 1
         wanted = np.repeat(np.arange(1, comm.size + 1, dtype=np.float32) * factor + 1, COUNT)
         assert (y.get() == wanted).all()
 print("RIGHT", flush=True)
