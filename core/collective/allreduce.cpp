@@ -6,7 +6,7 @@
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
 //   staged   through staging memory: collective/staged/staged_allreduce.h; so are rounds.
-//   nccl     within a host, in any order, where all arrays lie on devices: nccl_allreduce.h.
+//   nccl     within a host, in any order, where all arrays lie on devices: nccl_groups.h.
 //   planned  across hosts, by messages: collective/cluster/plan_run.h.
 
 #include <algorithm>
@@ -15,7 +15,6 @@
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/device_arrays.h"
-#include "collective/nccl_allreduce.h"
 #include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
 #include "collective/sums/rank_pointers.h"
@@ -81,7 +80,7 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
     exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has failed meanwhile
     return reduce_direct(exchange, call, *operations[0]);
   }
-  // Those with symmetric buffers, or that have offered to reduce by NCCL, have not staged anything yet.
+  // Those with symmetric buffers, or that have offered to work by NCCL, have not staged anything yet.
   if (symmetric == SymmetricRanks::kSome || any_offers_nccl(exchange))
     exchange.next(call, [&] { staged.stage_first(); });
   staged.run();
@@ -102,18 +101,28 @@ void reduce_host_pieces(Exchange& exchange, const OperationCall& call, const Ope
   staged.run();
 }
 
+std::vector<nccl::Call> calls_of(const Operation& operation) {
+  const auto call_of = [&](const void* input, void* output, std::size_t bytes) {
+    return nccl::Call{nccl::Function::kAllreduce, input, output, bytes / operation.element_size()};
+  };
+  if (operation.pieces.empty())
+    return {call_of(operation.input, operation.output, operation.descriptor.bytes)};
+  std::vector<nccl::Call> calls;
+  for (const Buffer& piece : operation.on_devices->pieces)
+    if (piece.on_device() && piece.bytes > 0)
+      calls.push_back(call_of(piece.address, piece.address, piece.bytes));
+  return calls;
+}
+
 /// Of a rank that offers to reduce by NCCL: so if all do and it can be, else as the others do.
 void reduce_on_devices(Exchange& exchange, const OperationCall& call, Operation& operation) {
   Descriptor descriptor = operation.descriptor;
   const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
   descriptor.key.algorithm = choice.hash();
   exchange.match(call, descriptor);
-  const auto meanwhile = [&] { reduce_host_pieces(exchange, call, operation, choice.max_rounds); };
-  const bool by_nccl =
-      all_offer_nccl(exchange) && exchange.nccl().allreduce(exchange, call, operation, meanwhile);
-  exchange.nccl().note_offer(operation, by_nccl);
-  if (by_nccl) return;
-  copy_after_all(operation, exchange, call);
+  if (exchange.nccl().agree(exchange, call, operation))
+    return exchange.nccl().run(exchange, call, operation, calls_of(operation),
+                               [&] { reduce_host_pieces(exchange, call, operation, choice.max_rounds); });
   Operation* const operations[] = {&operation};
   StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);
   exchange.next(call, [&] { staged.stage_first(); });

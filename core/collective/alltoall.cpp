@@ -4,10 +4,27 @@
 
 #include "collective/cluster/cluster_copy.h"
 #include "collective/collectives.h"
+#include "collective/device_arrays.h"
 #include "collective/gathers.h"
 #include "collective/staged/staged_copy.h"
 
 namespace multiring {
+namespace {
+
+std::vector<nccl::Call> calls_of(std::span<const StagedCopy::Outgoing> outgoing,
+                                 std::span<const StagedCopy::Incoming> incoming) {
+  std::vector<nccl::Call> calls;
+  for (std::size_t peer = 0; peer < outgoing.size(); ++peer) {
+    const auto& [from, sent] = outgoing[peer];
+    const auto& [to, received] = incoming[peer];
+    const int rank = static_cast<int>(peer);
+    if (sent > 0) calls.push_back({nccl::Function::kSend, from, nullptr, sent, rank});
+    if (received > 0) calls.push_back({nccl::Function::kReceive, nullptr, to, received, rank});
+  }
+  return calls;
+}
+
+}  // namespace
 
 // The first round carries every rank's splits in staging memory, the following ones the rows, one section for
 // each reader.
@@ -20,12 +37,6 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     throw Error(ErrorKind::kUsage,
                 "MULTIRING_STAGING_BYTES is too small for an alltoall of " + std::to_string(size) + " ranks");
 
-  std::vector<StagedCopy::Outgoing> outgoing(size);
-  const std::byte* next = operation.input;
-  for (std::size_t rank = 0; rank < size; ++rank) {
-    outgoing[rank] = {next, operation.splits[rank] * row_bytes};
-    next += outgoing[rank].bytes;
-  }
   operation.descriptor.key.algorithm = exchange.plans().rules_hash(Collective::kAlltoall);
   exchange.match(call, operation.descriptor, [&] {
     std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);
@@ -49,7 +60,15 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     for (std::size_t reader = 0; reader < size; ++reader)
       if (reader != rank && is_here(reader)) longest_here = std::max(longest_here, splits[reader]);
   }
+  const bool by_nccl = any_offers_nccl(exchange) && exchange.nccl().agree(exchange, call, operation);
+  std::vector<StagedCopy::Outgoing> outgoing(size);
+  const std::byte* next = operation.input;
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    outgoing[rank] = {next, operation.splits[rank] * row_bytes};
+    next += outgoing[rank].bytes;
+  }
   const std::vector<StagedCopy::Incoming> incoming = join_rows(exchange, call, operation, to_me, row_bytes);
+  if (by_nccl) return exchange.nccl().run(exchange, call, operation, calls_of(outgoing, incoming));
   if (longest * row_bytes == 0) return;
   const CrossingAlgorithm& algorithm =
       exchange.plans().algorithm(transport, Collective::kAlltoall, longest * row_bytes * size, Order::kAny);

@@ -3,6 +3,7 @@
 #include "base/arithmetic/kernels/copy.h"
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
+#include "collective/device_arrays.h"
 #include "collective/staged/staged_copy.h"
 
 namespace multiring {
@@ -30,9 +31,16 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
     run_blocks(exchange, call, operation, Collective::kBroadcast, blocks, algorithm);
     return keep(operation, is_root);
   }
-  const StagedCopy::Outgoing outgoing[] = {{operation.input, is_root ? bytes : 0}};
+  StagedCopy::Outgoing outgoing[1];
   StagedCopy copy(exchange, call, outgoing, bytes);
-  exchange.match(call, operation.descriptor, [&] { copy.stage_first(); });
+  const auto stage = [&] {
+    outgoing[0] = {operation.input, is_root ? bytes : 0};
+    copy.stage_first();
+  };
+  if (match_by_nccl(exchange, call, operation, stage)) {
+    const nccl::Call calls[] = {{nccl::Function::kBroadcast, operation.input, operation.output, bytes, root}};
+    return exchange.nccl().run(exchange, call, operation, calls);
+  }
   std::vector<StagedCopy::Incoming> incoming(static_cast<std::size_t>(exchange.size()));
   if (!is_root) incoming[static_cast<std::size_t>(root)] = {operation.output, bytes};
   copy.run(incoming);

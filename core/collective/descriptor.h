@@ -73,7 +73,7 @@ struct MULTIRING_API Descriptor {
   DType dtype = DType::kUInt8;
   bool asynchronous = false;
   std::uint8_t dims = 0;
-  /// The rank's number of the device on which it offers to reduce by NCCL; negative: it does not. Not
+  /// The rank's number of the device on which it offers to work by NCCL; negative: it does not. Not
   /// compared.
   std::int8_t nccl_device = -1;
   /// Where it offers that: a hash of which bytes of the array lie on the device (0: all). Not compared.

@@ -63,8 +63,8 @@ void stage_pieces(Operation& operation, DeviceArrays& arrays) {
 void stage(Operation& operation, DeviceArrays& arrays, int rank) {
   if (arrays.input.on_device()) {
     stage_input(operation, arrays, rank);
-    arrays.allocate_result = [devices = arrays.devices, device = arrays.input.device](std::size_t bytes) {
-      return devices->pinned(device, bytes);
+    arrays.allocate_result = [devices = arrays.devices, device = arrays.input.device](Buffer& made) {
+      return devices->pinned(device, made.bytes);
     };
     operation.result.allocate_by(&arrays.allocate_result);
   }
@@ -114,7 +114,7 @@ void copy_from_devices(Operation& operation, int rank) {
     stage(operation, arrays, rank);
   } catch (const DeviceError& error) {
     // What NCCL may take needs no copy, for which the host may have no memory to pin.
-    if (operation.descriptor.nccl_device < 0 || error.kind() == ErrorKind::kUsage) throw;
+    if (!waits_for_offers(operation.descriptor) || error.kind() == ErrorKind::kUsage) throw;
     arrays.stays = true;
     copy_from_devices(operation, rank);
   }
@@ -126,6 +126,20 @@ void copy_after_all(Operation& operation, const Exchange& exchange, const Operat
   arrays.stays = false;
   stage(operation, arrays, exchange.rank());
   await_part(operation, Staging::kAll, exchange, call);
+}
+
+void stay_on_devices(Operation& operation) {
+  DeviceArrays& arrays = *operation.on_devices;
+  arrays.stays = true;
+  if (!operation.pieces.empty()) return;
+  operation.input = arrays.input.address;
+  if (arrays.output.on_device()) operation.output = arrays.output.address;
+  arrays.allocate_result = [devices = arrays.devices, device = arrays.input.device](Buffer& made) {
+    made.kind = MemoryKind::kDevice;
+    made.device = device;
+    return devices->device_memory(device, made.bytes);
+  };
+  operation.result.allocate_by(&arrays.allocate_result);
 }
 
 void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone) {

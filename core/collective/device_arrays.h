@@ -14,7 +14,7 @@ namespace multiring {
 
 /// In the thread that issues the operation, when it has been checked: asks for copies of what it reads,
 /// ordered after the program's work so far, and lets the operation work on these. Where this rank offers to
-/// reduce by NCCL it only notes what the program has done so far.
+/// work by NCCL it only notes what the program has done so far.
 void copy_from_devices(Operation& operation, int rank);
 
 /// Before the operation runs, each time: whether it asks for its arrays part by part, so that they are copied
@@ -25,8 +25,23 @@ void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone)
 /// peer, a timeout error, or a DeviceError.
 void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call);
 
-/// Where NCCL is not to reduce the arrays after all: copies them to the host, as they would have been before.
+/// Where NCCL is not to run it after all: copies the arrays to the host, as they would have been before.
 void copy_after_all(Operation& operation, const Exchange& exchange, const OperationCall& call);
+/// Where it is: the operation works on the arrays where they lie, and has its result allocated there.
+void stay_on_devices(Operation& operation);
+
+/// Exchange::match, for a collective that NCCL may run: whether all ranks are to run it so. Else `stage()`
+/// has let the others read what the operation's input is by then; it may be called twice.
+template <class Stage>
+bool match_by_nccl(Exchange& exchange, const OperationCall& call, Operation& operation, const Stage& stage) {
+  exchange.match(call, operation.descriptor, [&] {
+    if (!waits_for_offers(operation.descriptor)) stage();
+  });
+  if (!any_offers_nccl(exchange)) return false;
+  if (exchange.nccl().agree(exchange, call, operation)) return true;
+  exchange.next(call, stage);
+  return false;
+}
 
 /// Returns when `is_done`. Raises what else ends a wait: the error of a peer, or a timeout error that says
 /// `for_what`.

@@ -8,7 +8,7 @@
 
 #include "base/export.h"
 #include "collective/descriptor.h"
-#include "collective/nccl_allreduce.h"
+#include "collective/nccl_groups.h"
 #include "collective/plan/plan_cache.h"
 #include "transport/transport.h"
 

@@ -6,6 +6,7 @@
 #include "collective/cluster/cluster_copy.h"
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
+#include "collective/device_arrays.h"
 #include "collective/kinds.h"
 
 namespace multiring {
@@ -78,16 +79,17 @@ class Gathering {
         operation_(operation),
         collective_(collective),
         has_array_(traits_of(operation.descriptor).has_array),
-        outgoing_{{operation.input, operation.descriptor.bytes}},
         copy_(exchange, call, outgoing_, operation.descriptor.bytes) {}
 
-  /// The longest piece decides on the algorithm, which is not known yet: that of this piece may differ.
-  void match() {
+  /// The longest piece decides on the algorithm, which is not known yet: that of this piece may differ. True:
+  /// it is NCCL.
+  bool match() {
     operation_.descriptor.key.algorithm = exchange_.plans().rules_hash(collective_);
-    exchange_.match(call_, operation_.descriptor, [&] {
-      if (algorithm(operation_.descriptor.bytes).is_rounds()) copy_.stage_first();
+    const bool by_nccl = match_by_nccl(exchange_, call_, operation_, [&] {
+      if (algorithm(operation_.descriptor.bytes).is_rounds()) stage_first();
     });
     pieces_ = pieces_of(exchange_, operation_);
+    return by_nccl;
   }
 
   const Pieces& pieces() const { return pieces_; }
@@ -99,11 +101,15 @@ class Gathering {
       const std::size_t piece = rows * pieces_.row_bytes;
       return piece == pieces_.longest || algorithm(piece).is_rounds();
     });
-    if (!all_have_staged) exchange_.next(call_, [&] { copy_.stage_first(); });
+    if (!all_have_staged) exchange_.next(call_, [&] { stage_first(); });
     copy_.run(incoming);
   }
 
  private:
+  void stage_first() {
+    outgoing_[0] = {operation_.input, operation_.descriptor.bytes};
+    copy_.stage_first();
+  }
   const CrossingAlgorithm& algorithm(std::size_t piece) {
     return exchange_.plans().algorithm(exchange_.transport(), collective_, has_array_ ? piece : 0,
                                        Order::kAny);
@@ -114,18 +120,35 @@ class Gathering {
   Operation& operation_;
   const Collective collective_;
   const bool has_array_;
-  const StagedCopy::Outgoing outgoing_[1];
+  StagedCopy::Outgoing outgoing_[1];
   StagedCopy copy_;
   Pieces pieces_;
 };
+
+/// What NCCL has for pieces of different lengths: a broadcast of each.
+std::vector<nccl::Call> calls_of(const Exchange& exchange, const Operation& operation,
+                                 const std::vector<StagedCopy::Incoming>& incoming) {
+  const std::size_t bytes = operation.descriptor.bytes;
+  const auto is_as_long = [&](const StagedCopy::Incoming& piece) { return piece.bytes == bytes; };
+  if (std::ranges::all_of(incoming, is_as_long))
+    return {{nccl::Function::kAllgather, operation.input, operation.output, bytes}};
+  std::vector<nccl::Call> calls;
+  for (int rank = 0; rank < exchange.size(); ++rank) {
+    const StagedCopy::Incoming& piece = incoming[static_cast<std::size_t>(rank)];
+    const void* const input = rank == exchange.rank() ? operation.input : piece.data;
+    if (piece.bytes > 0) calls.push_back({nccl::Function::kBroadcast, input, piece.data, piece.bytes, rank});
+  }
+  return calls;
+}
 
 }  // namespace
 
 void allgather(Exchange& exchange, const OperationCall& call, Operation& operation) {
   Gathering gathering(exchange, call, operation, Collective::kAllgather);
-  gathering.match();
+  const bool by_nccl = gathering.match();
   const std::vector<StagedCopy::Incoming> incoming =
       join_rows(exchange, call, operation, gathering.pieces().rows, gathering.pieces().row_bytes);
+  if (by_nccl) return exchange.nccl().run(exchange, call, operation, calls_of(exchange, operation, incoming));
   const CrossingAlgorithm& algorithm = gathering.algorithm();
   if (algorithm.is_rounds()) return gathering.run_in_rounds(incoming);
   std::vector<Piece> blocks;

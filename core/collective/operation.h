@@ -19,18 +19,22 @@ namespace multiring {
 /// is none, because every operation has one.
 class ResultBuffer {
  public:
-  using Allocate = std::function<std::shared_ptr<std::byte>(std::size_t bytes)>;
+  /// Memory for `buffer.bytes`; sets where it lies, unless that is the host.
+  using Allocate = std::function<std::shared_ptr<std::byte>(Buffer& buffer)>;
 
   /// Where memory comes from; plain host memory if this is not called. `allocate` has to stay.
   void allocate_by(const Allocate* allocate) { allocate_ = allocate; }
   void allocate(std::size_t bytes) {
-    replace(allocate_ != nullptr ? (*allocate_)(bytes) : host_memory(bytes), {.bytes = bytes});
+    Buffer buffer{.bytes = bytes};
+    std::shared_ptr<std::byte> memory = allocate_ != nullptr ? (*allocate_)(buffer) : host_memory(bytes);
+    replace(std::move(memory), buffer);
   }
   /// The result lies in `memory` from now on, which `buffer` describes but for its address.
   void replace(std::shared_ptr<std::byte> memory, const Buffer& buffer) {
     contents_ = std::make_unique<Contents>(Contents{std::move(memory), buffer});
     contents_->buffer.address = contents_->memory.get();
   }
+  std::shared_ptr<std::byte> memory() const { return contents_ == nullptr ? nullptr : contents_->memory; }
   std::byte* data() const { return contents_ == nullptr ? nullptr : contents_->buffer.address; }
   std::size_t bytes() const { return contents_ == nullptr ? 0 : contents_->buffer.bytes; }
   Buffer buffer() const { return contents_ == nullptr ? Buffer{} : contents_->buffer; }
@@ -54,14 +58,14 @@ class ResultBuffer {
 };
 
 /// The arrays of an operation that lie on devices: there is one at least. The operation itself runs on host
-/// memory in their place (collective/device_arrays.h), but for allreduces by NCCL, whose arrays stay.
+/// memory in their place (collective/device_arrays.h), unless NCCL runs it where they lie.
 struct DeviceArrays {
   std::shared_ptr<Devices> devices;
   Buffer input;  ///< host memory, as is `output`, where it is not on a device
   Buffer output;
   std::vector<Buffer> pieces;  ///< as many as Operation::pieces, or none
   ResultBuffer::Allocate allocate_result;
-  bool stays = false;                ///< nothing is copied: NCCL reduces the arrays where they lie
+  bool stays = false;                ///< nothing is copied: NCCL works on the arrays where they lie
   bool in_parts = false;             ///< the operation asks for its input, and gives its output, part by part
   std::size_t returned = 0;          ///< bytes of the output that are on their way back
   std::unique_ptr<Staging> staging;  ///< from when the operation is given to a communicator until it is done

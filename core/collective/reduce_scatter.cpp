@@ -6,6 +6,7 @@
 
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
+#include "collective/device_arrays.h"
 #include "collective/staged/staged_copy.h"
 #include "collective/sums/integer_average.h"
 #include "topology/chunks.h"
@@ -58,6 +59,23 @@ void reduce_across_hosts(Exchange& exchange, const OperationCall& call, const Op
   run_blocks(exchange, call, operation, Collective::kReduceScatter, pieces, algorithm);
 }
 
+/// What NCCL has for blocks of different lengths: a reduction of each to its rank.
+std::vector<nccl::Call> calls_of(const Operation& operation, const std::vector<Range>& blocks,
+                                 std::size_t self) {
+  const std::size_t element = operation.element_size();
+  if (blocks.front().size() == blocks.back().size())
+    return {{nccl::Function::kReduceScatter, operation.input, operation.output, blocks[0].size() / element}};
+  std::vector<nccl::Call> calls;
+  for (std::size_t rank = 0; rank < blocks.size(); ++rank) {
+    const Range& block = blocks[rank];
+    if (block.empty()) continue;
+    calls.push_back({nccl::Function::kReduce, operation.input + block.begin,
+                     rank == self ? operation.output : nullptr, block.size() / element,
+                     static_cast<int>(rank)});
+  }
+  return calls;
+}
+
 }  // namespace
 
 void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& operation) {
@@ -67,14 +85,14 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   const auto self = static_cast<std::size_t>(exchange.rank());
   const Descriptor& descriptor = operation.descriptor;
   const std::vector<Range> blocks = blocks_of(operation, exchange.size());
-  std::vector<StagedCopy::Outgoing> outgoing;
-  for (const Range& block : blocks) outgoing.push_back({operation.input + block.begin, block.size()});
+  std::vector<StagedCopy::Outgoing> outgoing(size);
   StagedCopy staged(exchange, call, outgoing, blocks[0].size());  // block 0 is the longest
+  const auto stage_first = [&] {
+    for (std::size_t rank = 0; rank < size; ++rank)
+      outgoing[rank] = {operation.input + blocks[rank].begin, blocks[rank].size()};
+    staged.stage_first();
+  };
   operation.received.assign(1, block_range(descriptor.rows, size, self).size());
-  if (operation.output == nullptr) {
-    operation.result.allocate(blocks[self].size());
-    operation.output = operation.result.data();
-  }
 
   const Transport& transport = exchange.transport();
   const CrossingAlgorithm& algorithm = exchange.plans().algorithm(transport, Collective::kReduceScatter,
@@ -82,11 +100,16 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   const HostChoice& choice = exchange.plans().host_choice(transport, Collective::kReduceScatter);
   const bool may_be_direct = descriptor.bytes >= choice.min_direct;
   operation.descriptor.key.algorithm = algorithm.is_rounds() ? choice.hash() : hash_of(algorithm);
-  exchange.match(call, descriptor, [&] {
-    if (algorithm.is_rounds() && !(may_be_direct && descriptor.input_region != 0)) staged.stage_first();
+  const bool by_nccl = match_by_nccl(exchange, call, operation, [&] {
+    if (algorithm.is_rounds() && !(may_be_direct && descriptor.input_region != 0)) stage_first();
   });
   for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
     if (exchange.descriptor(rank).rows != descriptor.rows) exchange.throw_mismatch(call);
+  if (operation.output == nullptr) {
+    operation.result.allocate(blocks[self].size());
+    operation.output = operation.result.data();
+  }
+  if (by_nccl) return exchange.nccl().run(exchange, call, operation, calls_of(operation, blocks, self));
   if (algorithm.is_plan()) return reduce_across_hosts(exchange, call, operation, blocks, algorithm);
   std::vector<const void*> inputs(size);
   const SymmetricRanks symmetric = may_be_direct ? exchange.symmetric_ranks(false) : SymmetricRanks::kNone;
@@ -98,7 +121,7 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
     return exchange.next(call, [] {});
   }
   // Ranks with symmetric inputs have not staged anything yet.
-  if (symmetric == SymmetricRanks::kSome) exchange.next(call, [&] { staged.stage_first(); });
+  if (symmetric == SymmetricRanks::kSome) exchange.next(call, stage_first);
   staged.for_each_segment([&](std::size_t segment) {
     const Range range = staged.range_of(blocks[self].size(), segment);
     for (int rank = 0; rank < exchange.size(); ++rank)

@@ -41,6 +41,12 @@ std::string fill(const SharedLibrary& library, Library* table) {
   find("ncclGroupStart", &table->group_start);
   find("ncclGroupEnd", &table->group_end);
   find("ncclAllReduce", &table->allreduce);
+  find("ncclReduceScatter", &table->reduce_scatter);
+  find("ncclReduce", &table->reduce);
+  find("ncclAllGather", &table->allgather);
+  find("ncclBroadcast", &table->broadcast);
+  find("ncclSend", &table->send);
+  find("ncclRecv", &table->receive);
   return missing;
 }
 
@@ -190,17 +196,43 @@ bool Communicator::is_ready() {
   return true;
 }
 
-// In a group NCCL launches the parts together, however small they are.
-void Communicator::allreduce(std::span<const Part> parts, int dtype, int op) {
+Result Communicator::ask(const Call& call, int dtype, int op) {
+  const auto& [function, input, output, count, peer] = call;
+  switch (function) {
+    case Function::kAllreduce:
+      return library_.allreduce(input, output, count, dtype, op, comm_, stream_);
+    case Function::kReduceScatter:
+      return library_.reduce_scatter(input, output, count, dtype, op, comm_, stream_);
+    case Function::kReduce:
+      return library_.reduce(input, output, count, dtype, op, peer, comm_, stream_);
+    case Function::kAllgather:
+      return library_.allgather(input, output, count, dtype, comm_, stream_);
+    case Function::kBroadcast:
+      return library_.broadcast(input, output, count, dtype, peer, comm_, stream_);
+    case Function::kSend:
+      return library_.send(input, count, dtype, peer, comm_, stream_);
+    case Function::kReceive:
+      return library_.receive(output, count, dtype, peer, comm_, stream_);
+  }
+  return kSuccess;
+}
+
+// In a group NCCL launches them together, however small they are, and none waits for another one.
+void Communicator::begin(std::span<const Call> calls, int dtype, int op) {
+  static constexpr const char* kNames[] = {"ncclAllReduce", "ncclReduceScatter", "ncclReduce",
+                                           "ncclAllGather", "ncclBroadcast",     "ncclSend",
+                                           "ncclRecv"};
   const Devices::Current current(*devices_, device_);
   check(library_.group_start(), "ncclGroupStart");
   Result result = kSuccess;
-  for (const Part& part : parts) {
-    result = library_.allreduce(part.input, part.output, part.count, dtype, op, comm_, stream_);
+  const char* name = "";
+  for (const Call& call : calls) {
+    name = kNames[static_cast<std::size_t>(call.function)];
+    result = ask(call, dtype, op);
     if (result != kSuccess && result != kInProgress) break;
   }
   const Result ended = library_.group_end();  // which has to be called all the same
-  if (result != kInProgress) check(result, "ncclAllReduce");
+  if (result != kInProgress) check(result, name);
   if (ended != kInProgress) check(ended, "ncclGroupEnd");
 }
 

@@ -62,6 +62,16 @@ struct MULTIRING_API Library {
   Result (*group_end)();
   Result (*allreduce)(const void* input, void* output, std::size_t count, int dtype, int op, Comm comm,
                       cuda::Stream stream);
+  Result (*reduce_scatter)(const void* input, void* output, std::size_t count, int dtype, int op, Comm comm,
+                           cuda::Stream stream);
+  Result (*reduce)(const void* input, void* output, std::size_t count, int dtype, int op, int root, Comm comm,
+                   cuda::Stream stream);
+  Result (*allgather)(const void* input, void* output, std::size_t count, int dtype, Comm comm,
+                      cuda::Stream stream);
+  Result (*broadcast)(const void* input, void* output, std::size_t count, int dtype, int root, Comm comm,
+                      cuda::Stream stream);
+  Result (*send)(const void* input, std::size_t count, int dtype, int peer, Comm comm, cuda::Stream stream);
+  Result (*receive)(void* output, std::size_t count, int dtype, int peer, Comm comm, cuda::Stream stream);
   int version;
 
   /// That of this process, opened at the first call: one that the process has loaded, that of a wheel, or the
@@ -83,11 +93,18 @@ MULTIRING_API std::optional<int> dtype_code(DType dtype);
 /// additions and its rounding.
 MULTIRING_API std::optional<int> op_code(const Reduction& reduction, DType dtype);
 
-/// Contiguous elements that are reduced.
-struct Part {
+/// What moves is bytes, whatever the elements are (ncclUint8).
+inline constexpr int kBytes = 1;
+
+enum class Function { kAllreduce, kReduceScatter, kReduce, kAllgather, kBroadcast, kSend, kReceive };
+
+/// A call of one of NCCL's functions, on contiguous elements.
+struct Call {
+  Function function;
   const void* input;
-  void* output;  ///< may be the input
-  std::size_t count;
+  void* output;       ///< may be the input
+  std::size_t count;  ///< elements; of a reduce-scatter in the output, of an allgather in the input
+  int peer = -1;      ///< or the root
 };
 
 /// How long an abort is waited for.
@@ -105,8 +122,8 @@ class MULTIRING_API Communicator : Immovable {
   void connect(int size, int rank, const UniqueId& id);
   /// Whether what was begun is done. Raises a DeviceError if it, or an operation under way, has failed.
   bool is_ready();
-  /// Begins an allreduce of each part as work of the stream. All ranks have the same counts.
-  void allreduce(std::span<const Part> parts, int dtype, int op);
+  /// Begins the calls as a group, as work of the stream; `op` counts where they add.
+  void begin(std::span<const Call> calls, int dtype, int op);
   /// Ends what is under way, on this rank alone. False: that takes longer, and what NCCL has is left to it.
   /// No other call may follow.
   bool abort(double seconds);
@@ -116,6 +133,7 @@ class MULTIRING_API Communicator : Immovable {
   Devices& devices() const { return *devices_; }
 
  private:
+  Result ask(const Call& call, int dtype, int op);
   void check(Result result, const char* function) const;
 
   const Library& library_;

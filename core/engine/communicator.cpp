@@ -217,7 +217,8 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
 
 // Before an operation waits for others: what the program does with its arrays from here on may not count.
 void Communicator::take_from_devices(Operation& operation) {
-  if (options_.may_use_nccl) exchange_.nccl().offer(operation, exchange_, options_.fuse_below);
+  if (options_.may_use_nccl)
+    exchange_.nccl().offer(operation, exchange_, options_.order, options_.fuse_below);
   try {
     copy_from_devices(operation, rank());
   } catch (const DeviceError& error) {

@@ -56,7 +56,7 @@ def nccl() -> Path:
 
 def _made(target: Path, folder: Path, *libraries: Path) -> Path:
     own = sorted(folder.glob("*.cpp"))
-    sources = [*own, *_SOURCES.iterdir(), *_CORE.glob("device/*.h"), *_CORE.glob("base/*.h")]
+    sources = [*folder.iterdir(), *_SOURCES.iterdir(), *_CORE.glob("device/*.h"), *_CORE.glob("base/*.h")]
     newest = max(path.stat().st_mtime for path in sources)
     if target.exists() and target.stat().st_mtime > newest:
         return target

@@ -256,13 +256,13 @@ _KILL = "os.kill(os.getpid(), signal.SIGKILL)"
     ("first", "ranks", "options", "kind", "texts"),
     [
         (False, (1,), "hang=init", "TimeoutError", ["NCCL to connect the ranks"]),
-        (True, (0, 1), "hang=allreduce", "TimeoutError", ["the other ranks in an allreduce by NCCL"]),
-        (True, (1,), "hang=allreduce", "TimeoutError", []),
+        (True, (0, 1), "hang=operation", "TimeoutError", ["the other ranks in NCCL's allreduce"]),
+        (True, (1,), "hang=operation", "TimeoutError", []),
         (False, (1,), "fail=init", "InternalError", ["ncclCommInitRankConfig on device 1 failed", "rank 1"]),
         (
             True,
             (1,),
-            "fail=allreduce",
+            "fail=operation",
             "InternalError",
             ["an operation of NCCL on device 1 failed", "rank 1"],
         ),
@@ -270,7 +270,7 @@ _KILL = "os.kill(os.getpid(), signal.SIGKILL)"
         (
             True,
             (1,),
-            "fail=allreduce hang=abort",
+            "fail=operation hang=abort",
             "InternalError",
             ["an operation of NCCL on device 1 failed", "rank 1"],
         ),
@@ -303,7 +303,7 @@ def test_failures(
 @pytest.mark.parametrize("first", [False, True], ids=["fake connecting", "fake adding"])
 def test_a_killed_rank(first: bool, tmp_path: Path) -> None:
     """While others wait for it within NCCL: it has offered, or begun, its part."""
-    fault = f"""os.environ["FAKE_NCCL"] = "hang=allreduce hang=init"
+    fault = f"""os.environ["FAKE_NCCL"] = "hang=operation hang=init"
     import threading
     threading.Timer(1.0, lambda: {_KILL}).start()"""
     script = HEAD + FAILING.format(first=first, ranks=(1,), fault=fault)

@@ -101,7 +101,7 @@ std::vector<AlgorithmRow> HostTable::rows(std::size_t bytes, const HostChoice& c
     rows.back().is_chosen =
         kind == Kind::kDirect ? bytes >= choice.min_direct : (kind == Kind::kRounds) == in_rounds;
   }
-  if (order == Order::kAny && collective_ == Collective::kAllreduce) {
+  if (order == Order::kAny) {
     rows.emplace_back().name = algorithm_name({Kind::kNccl});
     rows.back().excluded = "for arrays on GPUs, one for each rank, by NCCL: not predicted";
   }

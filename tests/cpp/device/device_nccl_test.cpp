@@ -9,9 +9,8 @@
 
 #include "support/device_array.h"
 #include "support/errors.h"
+#include "support/nccl_folder.h"
 
-// So that the stand-in is linked, and found by the core.
-extern "C" int ncclGetVersion(int* version);
 extern "C" int ncclGroupEnd();
 
 namespace multiring {
@@ -27,17 +26,7 @@ class DeviceNcclTest : public ::testing::TestWithParam<Progress> {
   static constexpr std::size_t kCounts[] = {3, kCount, 0, 1, 700};
 
   DeviceNcclTest() : group_({TransportKind::kInproc, kSize, kSmallStaging}) {
-    int version = 0;
-    ncclGetVersion(&version);
-    static const std::string kParent = ::testing::TempDir();  // which TMPDIR changes
-    std::string folder = kParent + "multiring-nccl-XXXXXX";
-    folder_ = ::mkdtemp(folder.data());
-    ::setenv("TMPDIR", folder_.c_str(), 1);  // where the stand-in has its files
     gpu_.set_progress(GetParam(), 3);
-  }
-  ~DeviceNcclTest() override {
-    ::unsetenv("FAKE_NCCL");
-    std::filesystem::remove_all(folder_);
   }
 
   static Operation in_any_order(Operation operation) {
@@ -52,7 +41,7 @@ class DeviceNcclTest : public ::testing::TestWithParam<Progress> {
   }
   int copies() { return gpu_.calls("copy_to_host"); }
 
-  std::filesystem::path folder_;
+  const NcclFolder folder_;
   FakeGpu gpu_;
   std::shared_ptr<Devices> devices_ = std::make_shared<Devices>(gpu_.driver());
   RankGroup group_;
@@ -197,7 +186,7 @@ TEST_P(DeviceNcclTest, ALargeArrayAfterAnOfferThatWasNotTaken) {
 }
 
 TEST_P(DeviceNcclTest, FailuresOfAnOperation) {
-  ::setenv("FAKE_NCCL", "fail=allreduce", 1);
+  ::setenv("FAKE_NCCL", "fail=operation", 1);
   const auto outcomes = group_.outcomes([&](Communicator& communicator) {
     Bucket bucket(gpu_, communicator.rank(), kCounts, 1);
     run(communicator, bucket.operation(devices_));
@@ -244,7 +233,7 @@ TEST_P(DeviceNcclTest, FailuresInAGroup) {
 TEST_P(DeviceNcclTest, IsGivenBackWhenTheCommunicatorIsClosed) {
   const auto own_files = [&](int rank) {
     int found = 0;
-    for (const auto& each : std::filesystem::directory_iterator(folder_))
+    for (const auto& each : std::filesystem::directory_iterator(folder_.path()))
       found += each.path().string().ends_with(".init." + std::to_string(rank)) ? 1 : 0;
     return found;
   };

@@ -61,6 +61,7 @@ def test_one_host_has_algorithms_of_its_own() -> None:
     assert rows("2K")["direct"]["needs"] == "arrays in symmetric memory"
     assert rows("256")["direct"]["excluded"] == "so few bytes are not looked for in symmetric memory"
     assert rows("2K", "--order", "any")["nccl"]["excluded"].startswith("for arrays on GPUs")
+    assert "nccl" in rows("2K", "--order", "any", "--collective", "reduce_scatter")
     assert "nccl" not in rows("2K")
     assert chosen("16K", "--oversubscribed") == ["rounds"]
     assert chosen("32K", "--oversubscribed") == ["direct", "rounds"]

@@ -1,4 +1,4 @@
-#include "collective/nccl_allreduce.h"
+#include "collective/nccl_groups.h"
 
 #include <algorithm>
 #include <array>
@@ -13,12 +13,13 @@
 #include <utility>
 
 #include "collective/device_arrays.h"
+#include "collective/kinds.h"
 
 namespace multiring {
 namespace {
 
 constexpr int kMaxDevice = std::numeric_limits<std::int8_t>::max();
-/// Of smaller arrays no rank looks for offers: they may be fused, or are added sooner than headers are read.
+/// Smaller arrays of all ranks are copied sooner than NCCL begins; allreduces of them may be fused, too.
 constexpr std::size_t kMinBytes = std::size_t{64} << 10;
 
 /// What a rank tells of its NCCL, through staging memory.
@@ -93,12 +94,41 @@ int device_of(std::span<const Buffer> arrays) {
   return device;
 }
 
+bool overlap(const Buffer& a, const Buffer& b) {
+  return a.address < b.address + b.bytes && b.address < a.address + a.bytes;
+}
+
+/// An empty array lies nowhere: it names any device.
 int device_of(const Operation& operation) {
+  const Descriptor& descriptor = operation.descriptor;
   const DeviceArrays& arrays = *operation.on_devices;
   if (!operation.pieces.empty()) return device_of(arrays.pieces);
-  if (!arrays.input.on_device() || !arrays.output.on_device()) return -1;
+  if (!arrays.input.on_device() || arrays.input.bytes == 0) return -1;
+  const bool has_output = operation.output != nullptr && operation.output_bytes > 0;
+  if (has_output && !arrays.output.on_device()) return -1;
+  // NCCL takes it where it would be in the result, which is not known where ranks have other numbers of rows.
+  if (has_output && descriptor.key.kind == OpKind::kAllgather && overlap(arrays.input, arrays.output))
+    return -1;
   const Buffer both[] = {arrays.input, arrays.output};
-  return device_of(both);
+  return device_of(std::span(both).first(has_output ? 2 : 1));
+}
+
+/// Whether NCCL has what the operation does, in an order of additions that the user allows. What moves bits
+/// and adds nothing is asked of NCCL in jobs that are for any order, until it has been seen on hardware.
+bool is_served(const Operation& operation, Order job) {
+  const Descriptor& descriptor = operation.descriptor;
+  switch (descriptor.key.kind) {
+    case OpKind::kAllgather:
+    case OpKind::kBroadcast:
+    case OpKind::kAlltoall:
+      return job == Order::kAny;
+    case OpKind::kAllreduce:
+    case OpKind::kReduceScatter:
+      return descriptor.key.order == Order::kAny && !is_rounded(descriptor.key.comm_dtype) &&
+             nccl::dtype_code(descriptor.dtype) && nccl::op_code(operation.reduction(), descriptor.dtype);
+    default:
+      return false;
+  }
 }
 
 /// A hash of how many bytes lie on the host, and on the device piece by piece; never 0.
@@ -122,40 +152,33 @@ std::uint64_t division_of(std::span<const Buffer> pieces) {
   return hash | 1U;
 }
 
+bool is_large(const Descriptor& descriptor) { return descriptor.bytes >= kMinBytes; }
+
 /// What is likely to be offered again, by its name, its size and its device.
 std::uint64_t key_of(const Descriptor& descriptor) {
   return (descriptor.key.name_hash ^ descriptor.bytes) * 0x100000001b3ULL +
          static_cast<std::uint64_t>(descriptor.nccl_device);
 }
 
-std::vector<nccl::Part> parts_of(const Operation& operation) {
-  const DeviceArrays& arrays = *operation.on_devices;
-  if (operation.pieces.empty())
-    return {{arrays.input.address, arrays.output.address, operation.descriptor.key.count}};
-  std::vector<nccl::Part> parts;
-  for (const Buffer& piece : arrays.pieces)
-    if (piece.on_device() && piece.bytes > 0)
-      parts.push_back({piece.address, piece.address, piece.bytes / operation.element_size()});
-  return parts;
-}
-
 /// Aborts, and returns when the program's arrays are its own again: when the stream has got to its end. A
-/// device that does not get there has failed.
-void abort(nccl::Communicator& comm) {
+/// device that does not get there has failed. False: it may not have.
+bool abort(nccl::Communicator& comm) {
   constexpr std::chrono::milliseconds kPause(1);
   Devices& devices = comm.devices();
   try {
-    if (!comm.abort(nccl::kAbortSeconds)) return;
+    if (!comm.abort(nccl::kAbortSeconds)) return false;
     const Devices::Current current(devices, comm.device());
     const cuda::Event end = devices.take_event(comm.device());
-    if (devices.driver().event_record(end, comm.stream()) != cuda::kSuccess) return;
+    if (devices.driver().event_record(end, comm.stream()) != cuda::kSuccess) return false;
     const Deadline deadline = Deadline::after(nccl::kAbortSeconds);
     while (devices.driver().event_query(end) == cuda::kNotReady) {
-      if (deadline.expired()) return;  // the event stays in use
+      if (deadline.expired()) return false;  // the event stays in use
       std::this_thread::sleep_for(kPause);
     }
     devices.release_event(comm.device(), end);
+    return true;
   } catch (const DeviceError&) {  // what has failed before is told
+    return false;
   }
 }
 
@@ -166,25 +189,56 @@ void await_event(nccl::Communicator& comm, cuda::Event event, const Exchange& ex
     const Devices::Current current(devices, comm.device());
     const cuda::Result result = devices.driver().event_query(event);
     if (result != cuda::kNotReady) {
-      devices.driver().check(result, cuda::on("the allreduce by NCCL", comm.device()));
+      devices.driver().check(result, cuda::on("the operation of NCCL", comm.device()));
       return true;
     }
     comm.is_ready();  // raises what has failed
     return false;
   };
-  poll(exchange, call, is_done, "the other ranks in an allreduce by NCCL. Is one of them stopped?");
+  const std::string name = traits_of(call.descriptor).name;
+  poll(exchange, call, is_done, "the other ranks in NCCL's " + name + ". Is one of them stopped?");
 }
 
 }  // namespace
 
+bool waits_for_offers(const Descriptor& descriptor) {
+  return descriptor.nccl_device >= 0 && is_large(descriptor);
+}
+
 bool any_offers_nccl(const Exchange& exchange) {
-  if (exchange.descriptor(exchange.rank()).bytes < kMinBytes) return false;
+  const Descriptor& mine = exchange.descriptor(exchange.rank());
+  const bool all_as_large = traits_of(mine).compared == OpTraits::Compared::kElements;
+  if (all_as_large && !is_large(mine)) return false;
   for (int rank = 0; rank < exchange.size(); ++rank)
-    if (exchange.descriptor(rank).nccl_device >= 0) return true;
+    if (waits_for_offers(exchange.descriptor(rank))) return true;
   return false;
 }
 
-bool all_offer_nccl(const Exchange& exchange) {
+void NcclGroups::offer(Operation& operation, const Exchange& exchange, Order job,
+                       std::size_t min_bytes) const {
+  DeviceArrays& arrays = *operation.on_devices;
+  Descriptor& descriptor = operation.descriptor;
+  descriptor.nccl_device = -1;
+  arrays.stays = false;
+  if (exchange.size() == 1 || !exchange.transport().shares_memory() ||
+      exchange.transport().staging_bytes() < sizeof(Meeting))
+    return;
+  const OpTraits& traits = traits_of(descriptor);
+  const std::size_t fused = descriptor.key.kind == OpKind::kAllreduce ? min_bytes : 0;
+  // Others may have more rows.
+  const std::size_t least = traits.compared == OpTraits::Compared::kRow ? 1 : std::max(fused, kMinBytes);
+  if (descriptor.bytes < least || !is_served(operation, job)) return;
+  const int device = device_of(operation);
+  std::string why;
+  if (device < 0 || device > kMaxDevice || nccl::Library::find(&why) == nullptr) return;
+  descriptor.nccl_device = static_cast<std::int8_t>(device);
+  descriptor.nccl_division = operation.pieces.empty() ? 0 : division_of(arrays.pieces);
+  const std::lock_guard lock(mutex_);
+  arrays.stays = is_large(descriptor) && !not_taken_.contains(key_of(descriptor));
+}
+
+/// The same parts of their arrays. Ranks decide alike from what all have published.
+bool NcclGroups::all_offer(const Exchange& exchange) {
   for (int rank = 0; rank < exchange.size(); ++rank) {
     const Descriptor& theirs = exchange.descriptor(rank);
     if (theirs.nccl_device < 0 || theirs.nccl_division != exchange.descriptor(0).nccl_division) return false;
@@ -192,25 +246,15 @@ bool all_offer_nccl(const Exchange& exchange) {
   return true;
 }
 
-void NcclGroups::offer(Operation& operation, const Exchange& exchange, std::size_t min_bytes) const {
-  DeviceArrays& arrays = *operation.on_devices;
-  Descriptor& descriptor = operation.descriptor;
-  descriptor.nccl_device = -1;
-  arrays.stays = false;
-  if (descriptor.key.order != Order::kAny || descriptor.key.kind != OpKind::kAllreduce) return;
-  if (exchange.size() == 1 || !exchange.transport().shares_memory() ||
-      exchange.transport().staging_bytes() < sizeof(Meeting))
-    return;
-  if (descriptor.bytes < std::max(min_bytes, kMinBytes) || is_rounded(descriptor.key.comm_dtype) ||
-      !nccl::dtype_code(descriptor.dtype) || !nccl::op_code(operation.reduction(), descriptor.dtype))
-    return;
-  const int device = device_of(operation);
-  std::string why;
-  if (device < 0 || device > kMaxDevice || nccl::Library::find(&why) == nullptr) return;
-  descriptor.nccl_device = static_cast<std::int8_t>(device);
-  descriptor.nccl_division = operation.pieces.empty() ? 0 : division_of(arrays.pieces);
-  const std::lock_guard lock(mutex_);
-  arrays.stays = !not_taken_.contains(key_of(descriptor));
+bool NcclGroups::agree(Exchange& exchange, const OperationCall& call, Operation& operation) {
+  agreed_ = all_offer(exchange) ? find(exchange, call, operation) : nullptr;
+  if (operation.descriptor.nccl_device < 0) return false;
+  note_offer(operation, agreed_ != nullptr);
+  if (agreed_ == nullptr)
+    copy_after_all(operation, exchange, call);
+  else
+    stay_on_devices(operation);
+  return agreed_ != nullptr;
 }
 
 void NcclGroups::note_offer(const Operation& operation, bool is_taken) {
@@ -254,23 +298,31 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
 
 void NcclGroups::tell(const Exchange& exchange, const std::string& refusal) const {
   if (warn_ && exchange.rank() == 0)
-    warn_("allreduces of arrays on devices pass through the host, and not by NCCL: " + refusal);
+    warn_("arrays on devices pass through the host, and not by NCCL: " + refusal);
 }
 
 void NcclGroups::end_failed() {
-  if (running_ != nullptr) abort(*std::exchange(running_, nullptr));
+  std::shared_ptr<std::byte> result = std::move(result_);
+  if (running_ == nullptr || abort(*std::exchange(running_, nullptr))) return;
+  // Others may still write to it; and to free it would wait for the device.
+  if (result != nullptr) new std::shared_ptr<std::byte>(std::move(result));
 }
 
-bool NcclGroups::allreduce(Exchange& exchange, const OperationCall& call, Operation& operation,
-                           const std::function<void()>& meanwhile) {
-  nccl::Communicator* const comm = find(exchange, call, operation);
-  if (comm == nullptr) return false;
-  operation.on_devices->stays = true;
+void NcclGroups::run(Exchange& exchange, const OperationCall& call, Operation& operation,
+                     std::span<const nccl::Call> calls, const std::function<void()>& meanwhile) {
+  nccl::Communicator* const comm = agreed_;
   Devices& devices = comm->devices();
+  const OpTraits& traits = traits_of(operation.descriptor);
   running_ = comm;
-  comm->allreduce(parts_of(operation), *nccl::dtype_code(operation.dtype()),
-                  *nccl::op_code(operation.reduction(), operation.dtype()));
-  poll(exchange, call, [&] { return comm->is_ready(); }, "NCCL to begin an allreduce.");
+  result_ = operation.result.memory();
+  if (traits.reduces)
+    comm->begin(calls, *nccl::dtype_code(operation.dtype()),
+                *nccl::op_code(operation.reduction(), operation.dtype()));
+  else
+    comm->begin(calls, nccl::kBytes, 0);
+  poll(
+      exchange, call, [&] { return comm->is_ready(); },
+      std::string("NCCL to begin its ") + traits.name + ".");
   cuda::Event done = nullptr;
   {
     const Devices::Current current(devices, comm->device());
@@ -286,7 +338,7 @@ bool NcclGroups::allreduce(Exchange& exchange, const OperationCall& call, Operat
   // A rank may abort its part from here on, which others might still read from.
   exchange.next(call, [] {});
   running_ = nullptr;
-  return true;
+  result_ = nullptr;
 }
 
 }  // namespace multiring

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+
+#include "base/immovable.h"
+
+// So that the stand-in is linked, and found by the core.
+extern "C" int ncclGetVersion(int* version);
+
+namespace multiring::testing {
+
+/// Where the stand-in for NCCL has its files, as long as a test runs.
+class NcclFolder : Immovable {
+ public:
+  NcclFolder() {
+    int version = 0;
+    ncclGetVersion(&version);
+    static const std::string kParent = ::testing::TempDir();  // which TMPDIR changes
+    std::string folder = kParent + "multiring-nccl-XXXXXX";
+    path_ = ::mkdtemp(folder.data());
+    ::setenv("TMPDIR", folder.c_str(), 1);
+  }
+  ~NcclFolder() {
+    ::unsetenv("FAKE_NCCL");
+    ::unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    std::filesystem::remove_all(path_);
+  }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+}  // namespace multiring::testing
