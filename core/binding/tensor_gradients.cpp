@@ -181,8 +181,8 @@ class TensorGradients {
 
  private:
   struct Entry {
-    /// Null: not to be described, also when a gradient has been something else: Torch makes an exception with
-    /// a stack trace of each that DLPack does not know, which takes milliseconds.
+    /// Null: not to be described, also when a gradient has been something else: its library may make an
+    /// exception with a stack trace of each that DLPack does not know, which takes milliseconds.
     const Form* form = nullptr;
     std::uintptr_t incoming = 0;  // where autograd has it before it is accumulated
     std::uintptr_t address = 0;

@@ -956,7 +956,8 @@ class TensorGradients:
         strides: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
     ) -> None:
         """
-        What a gradient will look like: a tensor of its dtype and shape, and strides.
+        What a gradient will look like: a tensor of its dtype and shape, and strides; None: not to be
+        described.
         """
     def fetch(
         self,

@@ -321,7 +321,7 @@ TEST_P(DeviceNcclAgreementTest, AnOutputThatDoesNotFit) {
 TEST_P(DeviceNcclAgreementTest, FailuresOfAnOperation) {
   if (size_ == 1) GTEST_SKIP() << "one rank has no peers";
   for (const OpKind kind : kKinds) {
-    RankGroup group({TransportKind::kInproc, size_, kSmallStaging});
+    RankGroup group(options(size_));
     ::setenv("FAKE_NCCL", "fail=operation", 1);
     const auto outcomes = group.outcomes([&](Communicator& communicator) {
       const DeviceArray x = array(communicator.rank(), Values(kCount, 1));
