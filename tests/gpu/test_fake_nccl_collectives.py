@@ -11,6 +11,12 @@ from tests.gpu import stand_in
 from tests.gpu.test_fake_nccl import HEAD
 from tests.support import run_job
 
+
+def _for_any_order(folder: Path) -> dict[str, str]:
+    """The environment of a job that asks NCCL for all that these are about."""
+    return stand_in.with_nccl(folder) | {"MULTIRING_ORDER": "any"}
+
+
 CALLS = """
 def copies():  # either way: of a broadcast the root alone has one to the host
     return sum(fake_arrays.driver().fake_cuda_calls(way) for way in (b"copy_to_host", b"copy_to_device"))
@@ -91,7 +97,7 @@ print("RIGHT", flush=True)
 )
 @pytest.mark.parametrize("progress", ["late", "seeded seed=3", "threads"])
 def test_same_bits(size: int, shared: str, progress: str, tmp_path: Path) -> None:
-    env = stand_in.with_nccl(tmp_path)
+    env = _for_any_order(tmp_path)
     env |= {"NCCL_MULTI_RANK_GPU_ENABLE": shared, "FAKE_CUDA": f"progress={progress}"}
     ended = run_job(size, HEAD + CALLS + RIGHT, code=0, env=env)
     assert ended.stdout.count("RIGHT") == size
@@ -129,12 +135,12 @@ print("RIGHT", flush=True)
 def test_what_fake_nccl_is_not_for(tmp_path: Path) -> None:
     """Canonical order, few bytes, no rows, an array on the host of a rank: all ranks pass
     through the host."""
-    ended = run_job(2, HEAD + CALLS + OTHERS, code=0, env=stand_in.with_nccl(tmp_path))
+    ended = run_job(2, HEAD + CALLS + OTHERS, code=0, env=_for_any_order(tmp_path))
     assert ended.stdout.count("RIGHT") == 2
 
 
 def test_a_fake_job_with_a_forced_mode(tmp_path: Path) -> None:
-    env = stand_in.with_nccl(tmp_path) | {"MULTIRING_MODE": "staged"}
+    env = _for_any_order(tmp_path) | {"MULTIRING_MODE": "staged"}
     script = HEAD + CALLS + 'both("alltoall", values_of(comm.rank, "float32"), by_nccl=False); print("RIGHT")'
     assert run_job(2, script, code=0, env=env).stdout.count("RIGHT") == 2
 
@@ -157,7 +163,7 @@ print("RIGHT", flush=True)
 
 def test_fake_orderings(tmp_path: Path) -> None:
     """Of the two events, after the program's work and after NCCL's, leaving out one makes a result wrong."""
-    assert run_job(2, HEAD + ORDERINGS, code=0, env=stand_in.with_nccl(tmp_path)).stdout.count("RIGHT") == 2
+    assert run_job(2, HEAD + ORDERINGS, code=0, env=_for_any_order(tmp_path)).stdout.count("RIGHT") == 2
 
 
 FAILING = """
@@ -197,7 +203,7 @@ def test_failures(
 ) -> None:
     """End at once, or at the deadline, with the same kind of error on all ranks."""
     script = HEAD + FAILING.format(what=what, ranks=ranks, fault=f'os.environ["FAKE_NCCL"] = "{options}"')
-    ended = run_job(2, script, code=0, env=stand_in.with_nccl(tmp_path) | {"MULTIRING_TIMEOUT": "2"})
+    ended = run_job(2, script, code=0, env=_for_any_order(tmp_path) | {"MULTIRING_TIMEOUT": "2"})
     told = [line for line in ended.stdout.splitlines() if "TOLD" in line]
     assert len(told) == 2, ended.stdout + ended.stderr
     for line in told:
@@ -211,7 +217,7 @@ def test_a_killed_rank(what: str, tmp_path: Path) -> None:
     """While others wait for it within NCCL."""
     fault = """os.environ["FAKE_NCCL"] = "hang=operation"
     threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()"""
-    env = stand_in.with_nccl(tmp_path) | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    env = _for_any_order(tmp_path) | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     ended = run_job(3, HEAD + FAILING.format(what=what, ranks=(1,), fault=fault), env=env)
     assert ended.returncode != 0
     told = [line.split("TOLD ")[1].split() for line in ended.stdout.splitlines() if "TOLD" in line]
