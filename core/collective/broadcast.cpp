@@ -37,7 +37,7 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
     outgoing[0] = {operation.input, is_root ? bytes : 0};
     copy.stage_first();
   };
-  if (match_by_nccl(exchange, call, operation, stage)) {
+  if (match_by_nccl(exchange, call, operation, stage, [] {})) {
     const nccl::Call calls[] = {{nccl::Function::kBroadcast, operation.input, operation.output, bytes, root}};
     return exchange.nccl().run(exchange, call, operation, calls);
   }

@@ -31,12 +31,15 @@ void copy_after_all(Operation& operation, const Exchange& exchange, const Operat
 void stay_on_devices(Operation& operation);
 
 /// Exchange::match, for a collective that NCCL may run: whether all ranks are to run it so. Else `stage()`
-/// has let the others read what the operation's input is by then; it may be called twice.
-template <class Stage>
-bool match_by_nccl(Exchange& exchange, const OperationCall& call, Operation& operation, const Stage& stage) {
+/// has let the others read what the operation's input is by then; it may be called twice. `check()` raises
+/// what else does not match, before NCCL is asked for anything.
+template <class Stage, class Check>
+bool match_by_nccl(Exchange& exchange, const OperationCall& call, Operation& operation, const Stage& stage,
+                   const Check& check) {
   exchange.match(call, operation.descriptor, [&] {
     if (!waits_for_offers(operation.descriptor)) stage();
   });
+  check();
   if (!any_offers_nccl(exchange)) return false;
   if (exchange.nccl().agree(exchange, call, operation)) return true;
   exchange.next(call, stage);

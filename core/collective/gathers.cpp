@@ -85,9 +85,10 @@ class Gathering {
   /// it is NCCL.
   bool match() {
     operation_.descriptor.key.algorithm = exchange_.plans().rules_hash(collective_);
-    const bool by_nccl = match_by_nccl(exchange_, call_, operation_, [&] {
+    const auto stage = [&] {
       if (algorithm(operation_.descriptor.bytes).is_rounds()) stage_first();
-    });
+    };
+    const bool by_nccl = match_by_nccl(exchange_, call_, operation_, stage, [] {});
     pieces_ = pieces_of(exchange_, operation_);
     return by_nccl;
   }

@@ -98,7 +98,7 @@ bool overlap(const Buffer& a, const Buffer& b) {
   return a.address < b.address + b.bytes && b.address < a.address + a.bytes;
 }
 
-/// An empty array lies nowhere: it names any device.
+/// An empty input lies nowhere, so it is not on one; an empty output may be on any.
 int device_of(const Operation& operation) {
   const Descriptor& descriptor = operation.descriptor;
   const DeviceArrays& arrays = *operation.on_devices;
@@ -154,9 +154,11 @@ std::uint64_t division_of(std::span<const Buffer> pieces) {
 
 bool is_large(const Descriptor& descriptor) { return descriptor.bytes >= kMinBytes; }
 
-/// What is likely to be offered again, by its name, its size and its device.
+/// What is likely to be offered again, by its kind, name, size and device.
 std::uint64_t key_of(const Descriptor& descriptor) {
-  return (descriptor.key.name_hash ^ descriptor.bytes) * 0x100000001b3ULL +
+  constexpr std::uint64_t kPrime = 0x100000001b3ULL;
+  const std::uint64_t kind = static_cast<std::uint64_t>(descriptor.key.kind) << 8U;
+  return ((descriptor.key.name_hash ^ descriptor.bytes) * kPrime + kind) * kPrime +
          static_cast<std::uint64_t>(descriptor.nccl_device);
 }
 
@@ -259,11 +261,14 @@ bool NcclGroups::agree(Exchange& exchange, const OperationCall& call, Operation&
 
 void NcclGroups::note_offer(const Operation& operation, bool is_taken) {
   constexpr std::size_t kMaxKept = 1000;
+  if (!is_large(operation.descriptor)) return;  // which are copied in any case
   const std::lock_guard lock(mutex_);
-  if (is_taken)
+  if (is_taken) {
     not_taken_.erase(key_of(operation.descriptor));
-  else if (not_taken_.size() < kMaxKept)
-    not_taken_.insert(key_of(operation.descriptor));
+    return;
+  }
+  if (not_taken_.size() == kMaxKept) not_taken_.clear();  // of sizes that change with each call
+  not_taken_.insert(key_of(operation.descriptor));
 }
 
 nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& call,

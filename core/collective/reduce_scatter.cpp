@@ -100,11 +100,13 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   const HostChoice& choice = exchange.plans().host_choice(transport, Collective::kReduceScatter);
   const bool may_be_direct = descriptor.bytes >= choice.min_direct;
   operation.descriptor.key.algorithm = algorithm.is_rounds() ? choice.hash() : hash_of(algorithm);
-  const bool by_nccl = match_by_nccl(exchange, call, operation, [&] {
+  const auto stage = [&] {
     if (algorithm.is_rounds() && !(may_be_direct && descriptor.input_region != 0)) stage_first();
+  };
+  const bool by_nccl = match_by_nccl(exchange, call, operation, stage, [&] {
+    for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
+      if (exchange.descriptor(rank).rows != descriptor.rows) exchange.throw_mismatch(call);
   });
-  for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
-    if (exchange.descriptor(rank).rows != descriptor.rows) exchange.throw_mismatch(call);
   if (operation.output == nullptr) {
     operation.result.allocate(blocks[self].size());
     operation.output = operation.result.data();

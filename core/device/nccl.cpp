@@ -222,6 +222,7 @@ void Communicator::begin(std::span<const Call> calls, int dtype, int op) {
   static constexpr const char* kNames[] = {"ncclAllReduce", "ncclReduceScatter", "ncclReduce",
                                            "ncclAllGather", "ncclBroadcast",     "ncclSend",
                                            "ncclRecv"};
+  static_assert(std::size(kNames) == static_cast<std::size_t>(Function::kReceive) + 1);
   const Devices::Current current(*devices_, device_);
   check(library_.group_start(), "ncclGroupStart");
   Result result = kSuccess;
