@@ -36,7 +36,8 @@ auto take_or_stop(const Take& take) {
   try {
     const Asking counted;
     if (!ended.load(std::memory_order_seq_cst) || std::this_thread::get_id() == ending) return take();
-  } catch (abi::__forced_unwind&) {  // further unwinding would leave this function
+  } catch (abi::__forced_unwind&) {
+    stop();  // further unwinding would leave this function, and not to go on with it ends the process
   }
   stop();
 }
