@@ -53,8 +53,8 @@ bool is_finalising() {
 }
 
 /// How long those that ask are waited for: until they see, when they next run, that the interpreter ends.
-/// CPython keeps them for good from 3.14 on, where to wait is of no use.
-constexpr std::chrono::milliseconds kMaxAsking{PY_VERSION_HEX >= 0x030E0000 ? 0 : 5000};
+/// CPython keeps them for good from 3.14 on, where only those need time that have not begun to ask.
+constexpr std::chrono::milliseconds kMaxAsking{PY_VERSION_HEX >= 0x030E0000 ? 200 : 5000};
 
 /// From now on no other thread asks.
 void note_end() {

@@ -66,6 +66,18 @@ class DeviceNcclCollectivesTest : public ::testing::TestWithParam<std::tuple<Pro
     EXPECT_TRUE(seen.empty() || operation.result.buffer().device == near.buffer().device);
     return seen;
   }
+  /// A collective of `own` gives what is wanted: in an array of the program's, and in the one of the result.
+  Operation expect(Communicator& communicator, CallMode mode, OpKind kind, const Values& own,
+                   const Values& wanted) {
+    const DeviceArray x = array(communicator.rank(), own);
+    const DeviceArray out = array(communicator.rank(), Values(wanted.size(), -1));
+    perform(communicator, operation({.kind = kind}, x, &out), mode);
+    EXPECT_EQ(out.seen(), wanted) << own.size();
+    Operation done = perform(communicator, operation({.kind = kind}, x), mode);
+    EXPECT_EQ(result_of(done, x), wanted) << own.size();
+    EXPECT_EQ(x.seen(), own);
+    return done;
+  }
   /// Runs `body` on all ranks, for each way to call; of ranks that have so many elements NCCL copies none.
   void run_on_all(std::size_t count, const std::function<void(Communicator&, CallMode)>& body) {
     const int before = copies();
@@ -119,14 +131,8 @@ TEST_P(DeviceNcclCollectivesTest, Allgather) {
       const int rank = communicator.rank();
       Values wanted;
       for (int each = 0; each < size_; ++each) append(wanted, values_of(each, count));
-      const DeviceArray x = array(rank, values_of(rank, count));
-      const DeviceArray out = array(rank, Values(wanted.size(), -1));
-      perform(communicator, operation({.kind = OpKind::kAllgather}, x, &out), mode);
-      EXPECT_EQ(out.seen(), wanted) << count;
-      const Operation done = perform(communicator, operation({.kind = OpKind::kAllgather}, x), mode);
-      EXPECT_EQ(result_of(done, x), wanted) << count;
+      const Operation done = expect(communicator, mode, OpKind::kAllgather, values_of(rank, count), wanted);
       EXPECT_EQ(done.received, std::vector<std::uint64_t>(static_cast<std::size_t>(size_), count));
-      EXPECT_EQ(x.seen(), values_of(rank, count));
     });
 }
 
@@ -188,13 +194,7 @@ TEST_P(DeviceNcclCollectivesTest, ReduceScatter) {
         const Values theirs = values_of(each, block.size(), block.begin);
         for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] += theirs[i];
       }
-      const DeviceArray x = array(rank, values_of(rank, count));
-      const DeviceArray out = array(rank, Values(block.size(), -1));
-      perform(communicator, operation({.kind = OpKind::kReduceScatter}, x, &out), mode);
-      EXPECT_EQ(out.seen(), wanted) << count;
-      const Operation done = perform(communicator, operation({.kind = OpKind::kReduceScatter}, x), mode);
-      EXPECT_EQ(result_of(done, x), wanted) << count;
-      EXPECT_EQ(x.seen(), values_of(rank, count));
+      expect(communicator, mode, OpKind::kReduceScatter, values_of(rank, count), wanted);
     });
   }
 }
