@@ -283,6 +283,28 @@ TEST(ConnectionBalance, ShortMessagesGoOverAllLinksInTurn) {
   EXPECT_EQ(backlogs[2], 0u);
 }
 
+TEST(ConnectionBalance, ShortMessagesToDifferentPeersGoOverDifferentLinks) {
+  std::vector<StripeRange> ranges;
+  std::vector<std::size_t> messages(3, 0);
+  for (std::size_t peer = 0; peer < 7; ++peer) {
+    ConnectionBalance balance(3, 4096, peer);
+    balance.divide(1000, std::vector<std::size_t>{0, 0, 0}, ranges);
+    ASSERT_EQ(ranges.size(), 1u);
+    ++messages[ranges[0].stripe];
+    std::vector<std::size_t> busy{0, 0, 0};
+    busy[ranges[0].stripe] = 1;
+    const std::size_t before = ranges[0].stripe;
+    balance.divide(1000, busy, ranges);
+    EXPECT_NE(ranges[0].stripe, before) << "it is busy";
+  }
+  EXPECT_EQ(messages, (std::vector<std::size_t>{3, 2, 2}));
+  ConnectionBalance balance(2, 4096, 1);
+  balance.set_weight(0, 1000);
+  balance.set_weight(1, 500);
+  balance.divide(1000, std::vector<std::size_t>{0, 0}, ranges);
+  EXPECT_EQ(ranges[0].stripe, 0u) << "the other one is slower";
+}
+
 TEST(ConnectionBalance, BusyLinksGetLess) {
   std::vector<StripeRange> ranges;
   ConnectionBalance balance(2, 4096);

@@ -17,8 +17,11 @@ constexpr double kMinStripe = 4096;  // bytes
 
 }  // namespace
 
-ConnectionBalance::ConnectionBalance(std::size_t connections, std::size_t stripe_threshold)
-    : stripe_threshold_(stripe_threshold), weights_(connections, 1.0), shares_(connections, 0.0) {}
+ConnectionBalance::ConnectionBalance(std::size_t connections, std::size_t stripe_threshold, std::size_t first)
+    : stripe_threshold_(stripe_threshold),
+      first_(first),
+      weights_(connections, 1.0),
+      shares_(connections, 0.0) {}
 
 void ConnectionBalance::set_weight(std::size_t connection, std::uint32_t weight) {
   if (!fixed_ && !measured_) weights_[connection] = weight;
@@ -45,7 +48,8 @@ void ConnectionBalance::divide(std::size_t bytes, std::span<const std::size_t> b
 std::size_t ConnectionBalance::first_free(std::span<const std::size_t> backlogs) const {
   std::size_t best = 0;
   double soonest = -1.0;
-  for (std::size_t connection = 0; connection < weights_.size(); ++connection) {
+  for (std::size_t number = 0; number < weights_.size(); ++number) {
+    const std::size_t connection = (first_ + number) % weights_.size();
     if (weights_[connection] <= 0) continue;
     const double free = static_cast<double>(backlogs[connection] + 1) / weights_[connection];
     if (soonest >= 0 && free >= soonest) continue;
