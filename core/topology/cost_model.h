@@ -38,9 +38,9 @@ struct CostModel {
   /// slower switch); further dimensions have the interfaces'.
   std::vector<LinkCost> dimensions;
 
-  /// The part of so many bytes that takes a link its time: hardly any of less than a burst, all but a burst of
-  /// more. Between them it is a curve, for the fit of costs needs slopes: the fourth power follows what token
-  /// buckets do the closest of those tried.
+  /// The part of so many bytes that takes a link its time: hardly any of less than a burst, all but a burst
+  /// of more. Between them it is a curve, for the fit of costs needs slopes: the fourth power follows what
+  /// token buckets do the closest of those tried.
   double beyond_burst(double bytes) const {
     if (!(bytes > 0.0)) return 1.0;
     return (std::sqrt(std::hypot(bytes * bytes, burst_bytes * burst_bytes)) - burst_bytes) / bytes;
