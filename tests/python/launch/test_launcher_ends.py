@@ -7,6 +7,8 @@ import os
 import pty
 import re
 import signal
+import socket
+import subprocess
 import termios
 import textwrap
 from pathlib import Path
@@ -151,19 +153,27 @@ def test_nothing_is_left_when_the_launcher_is_killed(n: int, family: str) -> Non
         job.ended(-signal.SIGKILL)
 
 
-def test_a_signal_ends_a_job_of_which_not_all_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_caller", [False, True])
+def test_a_signal_ends_a_job_of_which_not_all_ranks_are_started(
+    monkeypatch: pytest.MonkeyPatch, by_caller: bool
+) -> None:
     started: list[int] = []
     start = RankStarter.__call__
+    ours, theirs = socket.socketpair()
 
     def start_and_interrupt(self: RankStarter, rank: int, piped: bool) -> RankProcess:
         started.append(rank)
-        if rank == 1:
+        if rank == 1 and by_caller:
+            ours.send(bytes([signal.SIGTERM]))
+        elif rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return start(self, rank, piped)
 
     monkeypatch.setattr(RankStarter, "__call__", start_and_interrupt)
     watch = Stopwatch()
-    assert finish_job(JobOptions(5, ["sleep", "600"])).code == 128 + signal.SIGTERM
+    with ours, theirs:
+        options = JobOptions(5, ["sleep", "600"], caller=theirs.fileno() if by_caller else None)
+        assert finish_job(options).code == 128 + signal.SIGTERM
     assert started == [0, 1]
     assert watch.seconds() < 5
 
@@ -181,6 +191,56 @@ def test_processes_are_ended_as_long_as_some_end(monkeypatch: pytest.MonkeyPatch
     rounds = iter([[1]] * 100)
     guardian.end_processes(b"", set())
     assert len(list(rounds)) > 90
+
+
+def test_processes_are_killed_however_long_it_takes_to_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, killed = 0, []
+
+    def find(mark: bytes, sessions: set[int]) -> list[int]:
+        nonlocal now
+        now += 100
+        return [1, 2] if len(killed) < 2 else []
+
+    monkeypatch.setattr(guardian, "processes_of_job", find)
+    monkeypatch.setattr(guardian, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda seconds: None))
+    monkeypatch.setattr(guardian, "os", SimpleNamespace(kill=lambda pid, number: killed.append(pid)))
+    guardian.end_processes(b"", set())
+    assert killed == [1, 2]
+
+
+def test_what_may_not_be_killed_is_waited_for_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it starts others that end: they are not of our making."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 0.5
+
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(guardian, "processes_of_job", lambda mark, sessions: [7, 100 + int(now)])
+    monkeypatch.setattr(guardian, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(guardian, "os", SimpleNamespace(kill=kill))
+    guardian.end_processes(b"", set())
+    assert now < 10
+
+
+def test_a_session_that_is_empty_is_forgotten() -> None:
+    """Its number may be given to one of another program."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        sessions = {child.pid}
+        assert child.pid in guardian.processes_of_job(b"-", sessions)
+        child.kill()
+        wait_until(lambda: state_of(child.pid) == "Z", "its end")
+        assert child.pid not in guardian.processes_of_job(b"-", sessions)
+        assert sessions == {child.pid}, "a zombie holds the number"
+    finally:
+        child.kill()
+        child.wait()
+    guardian.processes_of_job(b"-", sessions)
+    assert not sessions
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

@@ -24,9 +24,12 @@ _ALL_SECONDS = 60.0  # however many do: one may start others again and again
 def processes_of_job(mark: bytes, sessions: set[int]) -> list[int]:
     """Living processes, zombies left out, with `mark` in their environment or in one of `sessions`.
 
-    None where /proc is not mounted (a container): then those alone are ended that the launcher knows.
+    Sessions in which there is none, nor a zombie, are taken out of `sessions`: the number may be given to
+    another one. None where /proc is not mounted (a container): then those alone are ended that the launcher
+    knows.
     """
     found: list[int] = []
+    seen: set[int] = set()
     try:
         names = os.listdir("/proc")
     except OSError:
@@ -37,6 +40,7 @@ def processes_of_job(mark: bytes, sessions: set[int]) -> list[int]:
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+            seen.add(int(session))
             if state in (b"Z", b"X"):
                 continue
             if int(session) not in sessions:
@@ -46,23 +50,28 @@ def processes_of_job(mark: bytes, sessions: set[int]) -> list[int]:
         except (OSError, ValueError):
             continue  # gone meanwhile, or another user's
         found.append(int(name))
+    sessions &= seen
     return found
 
 
 def end_processes(mark: bytes, sessions: set[int]) -> None:
-    """Kills every process of the job until none is left."""
-    began = progress = time.monotonic()
-    left: set[int] = set()
+    """Kills every process of the job until none is left, or those that are do not end."""
+    began: float | None = None  # at the first kill: to look for them takes long where there are many
+    progress = 0.0
+    killed: set[int] = set()
     while found := processes_of_job(mark, sessions):
         now = time.monotonic()
-        if left - set(found):  # of thousands the last one ends late
+        if began is None:
+            began = progress = now
+        if killed - set(found):  # of thousands the last one ends late
             progress = now
         if now - progress > _TRY_SECONDS or now - began > _ALL_SECONDS:
             return
-        left = set(found)
+        killed = set()
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
         time.sleep(0.005)
 
 
