@@ -13,11 +13,13 @@ from multiring.units import size_text
 __all__ = ["require_capacity", "why_too_many"]
 
 # Ranks that share a processor take turns, and each step of an algorithm waits for the last of them: hundreds
-# are slow, thousands hold up the machine.
+# of two are slow, thousands hold up the machine.
 _RANKS_PER_PROCESSOR = 64
 # What a rank of `bench allreduce` with all peers takes besides arrays: PyTorch has most.
 _RANK_BYTES = 256 << 20
-_LARGEST = 128 << 20  # of benchmarks that are given no sizes: the gradients of a network
+# What a rank of `bench gradients` has: the weights of a network, 102 MB, in each kind of reduction, most with
+# buckets as large, and gradients.
+_GRADIENTS_BYTES = 1 << 30
 
 
 def why_too_many(ranks: int, arrays: int, processors: int, memory: int | None) -> str | None:
@@ -44,7 +46,7 @@ def why_too_many(ranks: int, arrays: int, processors: int, memory: int | None) -
 def require_capacity(emulation: Emulation, options: argparse.Namespace) -> None:
     """Raises UsageError unless this machine carries the ranks of a benchmark with these options."""
     sizes = getattr(options, "sizes", None)
-    arrays = _arrays(options) * max(sizes or [_LARGEST])
+    arrays = _arrays(options) * max(sizes) if sizes else _GRADIENTS_BYTES
     why = why_too_many(emulation.size, arrays, machine.core_allowance(), machine.memory_available())
     if why:
         smaller = ", or measure smaller arrays (--sizes)" if sizes else ""
@@ -52,10 +54,10 @@ def require_capacity(emulation: Emulation, options: argparse.Namespace) -> None:
 
 
 def _arrays(options: argparse.Namespace) -> int:
-    """How many arrays of the largest size a rank has: each contender has its own, and the native one, as MPI,
-    copies."""
-    peers = options.peers if options.peers is not None else list(PEERS)
-    others = len(peers) + ("mpi" in peers) + 2 * (options.mpich is not None)
-    flags = ("comm_dtype", "tcp_streams")
-    others += len(getattr(options, "modes", [])) + sum(bool(getattr(options, each, None)) for each in flags)
-    return 2 + others
+    """How many arrays of the largest size a rank has: each contender its own, where not in place another one
+    for the result, and copies of one of them."""
+    each = 2 if hasattr(options, "collectives") else 1
+    others = [getattr(options, name, None) for name in ("comm_dtype", "tcp_streams", "mpich")]
+    peers = list(PEERS) if options.peers is None else options.peers
+    contenders = 1 + len(peers) + len(getattr(options, "modes", [])) + sum(map(bool, others))
+    return 1 + each * contenders

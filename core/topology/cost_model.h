@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <limits>
@@ -43,7 +44,8 @@ struct CostModel {
   /// token buckets do the closest of those tried.
   double beyond_burst(double bytes) const {
     if (!(bytes > 0.0)) return 1.0;
-    return (std::sqrt(std::hypot(bytes * bytes, burst_bytes * burst_bytes)) - burst_bytes) / bytes;
+    const double bursts = std::min(burst_bytes / bytes, 1e9);  // of more nothing is left in a double
+    return std::sqrt(std::hypot(1.0, bursts * bursts)) - bursts;
   }
   /// Seconds for which losses hold up what has bytes wait for one host. Those of pieces that are on their way
   /// at once are noticed at once.

@@ -66,7 +66,8 @@ double RoundLoad::seconds(std::size_t bytes, std::size_t taken, std::size_t roun
     if (host.ranks.size() > 1) seconds = std::max(seconds, 2 * host.memory.latency);
   for (const double queued : queued_parts_)
     seconds += model.held_up({queued * static_cast<double>(bytes), 1.0});
-  const double beyond_burst = model.beyond_burst(static_cast<double>(link_parts_ * bytes * rounds));
+  const double beyond_burst = model.beyond_burst(static_cast<double>(link_parts_) *
+                                                 static_cast<double>(bytes) * static_cast<double>(rounds));
   for (const auto& step : steps_) {
     double sending = 0.0;
     double all_messages = 0.0;

@@ -15,6 +15,7 @@ import pytest
 from multiring import machine
 from multiring.benchmarks.emulation.capacity import why_too_many
 from multiring.benchmarks.emulation.hosts import why_not
+from multiring.cli import main
 from tests.python.benchmarks.test_bench import bench, measured
 from tests.python.benchmarks.test_bench_launch import MPICH
 from tests.support import Job, Stopwatch, executable, wait_until
@@ -113,6 +114,23 @@ def test_ranks_that_this_machine_does_not_carry_are_refused(processors: int) -> 
     assert "carries 15: " in why
     assert "and 15 in 8 GiB of free memory (512 MiB for each)" in why
     assert "carries 0: " in (why_too_many(2, 4, processors, 0) or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "each"),
+    [
+        ("allreduce --peers none --sizes 64MiB", "384 MiB"),
+        ("allreduce --peers gloo,mpi --sizes 1KiB,64MiB --modes 1x2p,1x2r --comm-dtype float16", "704 MiB"),
+        ("collectives --peers gloo,mpi --sizes 64MiB", "704 MiB"),
+        ("gradients", "1.25 GiB"),
+    ],
+)
+def test_arrays_count_by_contender(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, each: str
+) -> None:
+    monkeypatch.setattr(machine, "memory_available", lambda: 1 << 20)
+    assert main(["bench", *words.split(), "--emulate", "2x1"]) == 2
+    assert f"({each} for each)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("benchmark", ["allreduce", "gradients"])

@@ -266,7 +266,7 @@ class _Job:
     def _start_ranks(self) -> ProgramError | None:
         for number in range(self._options.ranks):
             # Many ranks take long to start. What runs on other hosts has to be known to be ended.
-            if not self._options.remote_hosts and self._is_to_end():
+            if not self._options.remote_hosts and self._supervisor.is_to_end():
                 break
             try:
                 rank = self._start(number, self._piped)
@@ -281,13 +281,6 @@ class _Job:
                 hint = "; see what `multiring doctor` says about limits" if limited else ""
                 return ProgramError(f"rank {number} cannot be started: {why}{hint}", code)
         return None
-
-    def _is_to_end(self) -> bool:
-        """Whether a signal, or who has called for the job, ends it: the supervisor will heed that."""
-        caller = self._options.caller
-        return self._signals.is_to_end() or (
-            caller is not None and bool(select.select([caller], [], [], 0)[0])
-        )
 
     def _end_leftovers(self) -> None:
         self._joined, self._explained = map(

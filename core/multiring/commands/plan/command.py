@@ -285,7 +285,8 @@ def _rows(
         )
     if not named:
         quickest = [row.name for row in rows if row.name.startswith(_ALLREDUCE_OF)]
-        listed = f"; of allreduces the table has the quickest, {quickest[0]}" if quickest else ""
+        is_of_those = bool(quickest) and mode.startswith(_ALLREDUCE_OF)
+        listed = f"; of allreduces the table has the quickest, {quickest[0]}" if is_of_those else ""
         _refuse(f"{collective.name} has no {args.mode} here: leave --mode out, or see --explain{listed}")
     return named
 

@@ -22,8 +22,8 @@ ConnectionProgress progress_of(int socket);
 /// was something to send. The backlogs correct for inexact speeds.
 class MULTIRING_API ConnectionBalance {
  public:
-  /// Messages below `stripe_threshold` go over one connection: of those that would be done at the same time
-  /// over `first`, or the next one.
+  /// Messages below `stripe_threshold` go over one connection: of those that would be done about as soon as
+  /// any, over `first` or the next one.
   ConnectionBalance(std::size_t connections, std::size_t stripe_threshold, std::size_t first = 0);
 
   void set_weight(std::size_t connection, std::uint32_t weight);
@@ -40,7 +40,7 @@ class MULTIRING_API ConnectionBalance {
   void measure(double now, std::span<const ConnectionProgress> progress);
 
  private:
-  std::size_t first_free(std::span<const std::size_t> backlogs) const;
+  std::size_t soonest(std::size_t bytes, std::span<const std::size_t> backlogs) const;
   /// Sets `shares_`, in bytes.
   void water_fill(std::size_t bytes, std::span<const std::size_t> backlogs);
 
