@@ -40,8 +40,8 @@ bool match_by_nccl(Exchange& exchange, const OperationCall& call, Operation& ope
     if (!waits_for_offers(operation.descriptor)) stage();
   });
   check();
-  if (!any_offers_nccl(exchange)) return false;
-  if (exchange.nccl().agree(exchange, call, operation)) return true;
+  if (!any_offers(exchange)) return false;
+  if (exchange.offers().agree(exchange, call, operation)) return true;
   exchange.next(call, stage);
   return false;
 }
