@@ -177,7 +177,7 @@ class PeerReduction {
     const std::size_t step = buffers_.bytes / element;
     for (std::size_t begin = 0; begin < count; begin += step)
       run_segment({begin, std::min(begin + step, count)});
-    await_stream();
+    await_stream(false);
   }
 
  private:
@@ -230,7 +230,8 @@ class PeerReduction {
                  buffers_.kernels.at(static_cast<int>(operation_.dtype())), job, buffers_.stream);
   }
 
-  void await_stream() {
+  /// `needs_peers`: which have not done all of their part then.
+  void await_stream(bool needs_peers = true) {
     Devices& devices = *buffers_.devices;
     const cuda::Driver& driver = devices.driver();
     cuda::Event done = nullptr;
@@ -246,7 +247,7 @@ class PeerReduction {
         driver.check(result, cuda::on("the allreduce in peer memory", buffers_.device));
       return result != cuda::kNotReady;
     };
-    poll(exchange_, call_, is_done, "the device to reduce in peer memory.");
+    poll(exchange_, call_, is_done, "the device to reduce in peer memory.", needs_peers);
     devices.release_event(buffers_.device, done);
   }
 
@@ -299,10 +300,10 @@ void PeerMemory::tell(const std::string& refusal) const {
 }
 
 void PeerMemory::run(Exchange& exchange, const OperationCall& call, const Operation& operation) {
-  running_ = agreed_;
-  PeerReduction(exchange, call, operation, *agreed_).run();
   // Copies that have not been needed read the arrays as long as they run.
   await_part(operation, Staging::kAll, exchange, call);
+  running_ = agreed_;
+  PeerReduction(exchange, call, operation, *agreed_).run();
   running_ = nullptr;
 }
 

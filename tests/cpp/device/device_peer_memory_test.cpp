@@ -114,7 +114,7 @@ TEST(DevicePeerMemoryTest, EverySizeAndOrderOfWork) {
     SCOPED_TRACE(numbered("seed ", seed));
     Job job(size, progress, seed);
     job.group.run([&](Communicator& communicator) {
-      for (const std::size_t count : {std::size_t{16'384}, kCount, std::size_t{700'003}}) {
+      for (const std::size_t count : {std::size_t{16'384}, kCount, std::size_t{300'007}}) {
         const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, size);
         for (const CallMode mode : kCallModes)
           for (const bool in_place : {false, true})
@@ -236,6 +236,18 @@ TEST(DevicePeerMemoryTest, MemoryIsGivenBack) {
     EXPECT_EQ(job.gpu.device_blocks() - arrays, blocks);
   }
   EXPECT_EQ(blocks, 2U);
+}
+
+// Its peers need it no more.
+TEST(DevicePeerMemoryTest, RankThatLeavesWhenItIsDone) {
+  Job job(2);
+  job.group.run([&](Communicator& communicator) {
+    const DeviceArray x = job.array(kCount, 1);
+    if (communicator.rank() == 0) job.gpu.ignore_own_record(-1);  // its device is far behind
+    run(communicator, allreduce_of(x, x, job.devices));
+    if (communicator.rank() == 1) communicator.close();
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, 2));
+  });
 }
 
 /// Whether an allreduce, and one more with other values, are right; in the second one the device of a rank is
