@@ -35,6 +35,8 @@ struct JobSettings {
   std::string tuning;
   CommDtype comm_dtype = CommDtype::kFloat32;  ///< of allreduces of float32 that do not say
   Order order = Order::kCanonical;             ///< of allreduces that do not say
+  bool peer_memory =
+      false;  ///< allreduces in the canonical order of arrays on devices of one host stay there
 };
 
 inline constexpr const char* kNoTuning = "off";
@@ -60,6 +62,7 @@ void visit_settings(const Visit& visit) {
   visit("tuning", &JobSettings::tuning, SettingScope::kJob);
   visit("comm_dtype", &JobSettings::comm_dtype, SettingScope::kJob);
   visit("order", &JobSettings::order, SettingScope::kJob);
+  visit("peer_memory", &JobSettings::peer_memory, SettingScope::kJob);
 }
 
 /// The settings of the job, to be compared: values by the names of their variables.

@@ -7,6 +7,7 @@
 //            outputs, between two synchronisations; no byte is copied.
 //   staged   through staging memory: collective/staged/staged_allreduce.h; so are rounds.
 //   nccl     within a host, in any order, where all arrays lie on devices: nccl_groups.h.
+//   peers    the same in the canonical order, by kernels of our own: peer_memory.h.
 //   planned  across hosts, by messages: collective/cluster/plan_run.h.
 
 #include <algorithm>
@@ -80,8 +81,8 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
     exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has failed meanwhile
     return reduce_direct(exchange, call, *operations[0]);
   }
-  // Those with symmetric buffers, or that have offered to work by NCCL, have not staged anything yet.
-  if (symmetric == SymmetricRanks::kSome || any_offers_nccl(exchange))
+  // Those with symmetric buffers, or that have offered to work on devices, have not staged anything yet.
+  if (symmetric == SymmetricRanks::kSome || any_offers(exchange))
     exchange.next(call, [&] { staged.stage_first(); });
   staged.run();
 }
@@ -114,15 +115,17 @@ std::vector<nccl::Call> calls_of(const Operation& operation) {
   return calls;
 }
 
-/// Of a rank that offers to reduce by NCCL: so if all do and it can be, else as the others do.
+/// Of a rank that offers to reduce where its array lies: so if all do and it can be, else as the others do.
 void reduce_on_devices(Exchange& exchange, const OperationCall& call, Operation& operation) {
   Descriptor descriptor = operation.descriptor;
   const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
   descriptor.key.algorithm = choice.hash();
   exchange.match(call, descriptor);
-  if (exchange.nccl().agree(exchange, call, operation))
+  if (exchange.offers().agree(exchange, call, operation)) {
+    if (is_for_peers(descriptor)) return exchange.peer_memory().run(exchange, call, operation);
     return exchange.nccl().run(exchange, call, operation, calls_of(operation),
                                [&] { reduce_host_pieces(exchange, call, operation, choice.max_rounds); });
+  }
   Operation* const operations[] = {&operation};
   StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);
   exchange.next(call, [&] { staged.stage_first(); });
@@ -135,7 +138,7 @@ void allreduce(Exchange& exchange, const OperationCall& call, Operation& operati
   if (averages_integers(operation.descriptor) && !operation.is_widened)
     return average_integers(exchange, call, operation);
   if (exchange.size() == 1) return reduce_alone(operation);
-  if (operation.descriptor.nccl_device >= 0) return reduce_on_devices(exchange, call, operation);
+  if (operation.descriptor.offered_device >= 0) return reduce_on_devices(exchange, call, operation);
   Operation* const operations[] = {&operation};
   reduce_together(exchange, call, operation.descriptor, operations);
 }

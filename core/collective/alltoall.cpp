@@ -60,7 +60,7 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     for (std::size_t reader = 0; reader < size; ++reader)
       if (reader != rank && is_here(reader)) longest_here = std::max(longest_here, splits[reader]);
   }
-  const bool by_nccl = any_offers_nccl(exchange) && exchange.nccl().agree(exchange, call, operation);
+  const bool by_nccl = any_offers(exchange) && exchange.offers().agree(exchange, call, operation);
   std::vector<StagedCopy::Outgoing> outgoing(size);
   const std::byte* next = operation.input;
   for (std::size_t rank = 0; rank < size; ++rank) {

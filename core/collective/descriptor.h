@@ -73,11 +73,11 @@ struct MULTIRING_API Descriptor {
   DType dtype = DType::kUInt8;
   bool asynchronous = false;
   std::uint8_t dims = 0;
-  /// The rank's number of the device on which it offers to work by NCCL; negative: it does not. Not
+  /// The rank's number of the device on which it offers to work (device_offers.h); negative: it does not. Not
   /// compared.
-  std::int8_t nccl_device = -1;
+  std::int8_t offered_device = -1;
   /// Where it offers that: a hash of which bytes of the array lie on the device (0: all). Not compared.
-  std::uint64_t nccl_division = 0;
+  std::uint64_t offered_division = 0;
   std::array<std::uint64_t, kMaxDims> shape{};
   std::array<char, kNameBytes> name{};  ///< cut if longer; name_hash covers all of it
 

@@ -168,7 +168,7 @@ void await_part(const Operation& operation, std::size_t end, const Exchange& exc
 }
 
 void poll(const Exchange& exchange, const OperationCall& call, const std::function<bool()>& is_done,
-          const std::string& for_what) {
+          const std::string& for_what, bool needs_peers) {
   const WaitOptions& waiting = call.waiting;
   constexpr double kSpin = 200e-6;  // seconds; a kernel that takes longer costs less than waking up late
   constexpr double kBetweenChecks = 0.005;
@@ -182,9 +182,9 @@ void poll(const Exchange& exchange, const OperationCall& call, const std::functi
     if (now < next_check) continue;
     next_check = now + kBetweenChecks;
     waiting.check_interrupt();
-    exchange.throw_if_aborted(call);
+    if (needs_peers) exchange.throw_if_aborted(call);
     // A peer that has ended would be noticed when it is waited for; by then it may be long gone.
-    if (is_collective(call.descriptor.key.kind))
+    if (needs_peers && is_collective(call.descriptor.key.kind))
       if (const WaitResult ended = exchange.transport().find_ended(); !ended.ok())
         exchange.throw_in_progress(call, ended, ended.peer);
     if (waiting.is_cancelled()) throw DeviceError(ErrorKind::kAborted, "the communicator is closed");

@@ -40,16 +40,16 @@ bool match_by_nccl(Exchange& exchange, const OperationCall& call, Operation& ope
     if (!waits_for_offers(operation.descriptor)) stage();
   });
   check();
-  if (!any_offers_nccl(exchange)) return false;
-  if (exchange.nccl().agree(exchange, call, operation)) return true;
+  if (!any_offers(exchange)) return false;
+  if (exchange.offers().agree(exchange, call, operation)) return true;
   exchange.next(call, stage);
   return false;
 }
 
-/// Returns when `is_done`. Raises what else ends a wait: the error of a peer, or a timeout error that says
-/// `for_what`.
+/// Returns when `is_done`. Raises what else ends a wait: the error of a peer, unless none is needed any
+/// more, which may have left then, or a timeout error that says `for_what`.
 void poll(const Exchange& exchange, const OperationCall& call, const std::function<bool()>& is_done,
-          const std::string& for_what);
+          const std::string& for_what, bool needs_peers = true);
 
 /// In an operation that asks part by part: before it reads the input up to `end`.
 void await_part(const Operation& operation, std::size_t end, const Exchange& exchange,

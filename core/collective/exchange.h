@@ -8,7 +8,9 @@
 
 #include "base/export.h"
 #include "collective/descriptor.h"
+#include "collective/device_offers.h"
 #include "collective/nccl_groups.h"
+#include "collective/peer_memory.h"
 #include "collective/plan/plan_cache.h"
 #include "transport/transport.h"
 
@@ -48,8 +50,10 @@ class MULTIRING_API Exchange {
   std::uint64_t round() const { return round_; }
   PlanCache& plans() { return plans_; }
   const PlanCache& plans() const { return plans_; }
+  DeviceOffers& offers() { return offers_; }
   NcclGroups& nccl() { return nccl_; }
-  const NcclGroups& nccl() const { return nccl_; }
+  PeerMemory& peer_memory() { return peer_memory_; }
+  const PeerMemory& peer_memory() const { return peer_memory_; }
 
   /// The first round of an operation: publishes `descriptor`, calls `stage()`, which may write this rank's
   /// staging memory, waits for all ranks, and checks that they asked for the same.
@@ -153,7 +157,9 @@ class MULTIRING_API Exchange {
   std::uint64_t round_ = 0;
   std::size_t staged_ = 0;
   PlanCache plans_;
+  DeviceOffers offers_;
   NcclGroups nccl_;
+  PeerMemory peer_memory_;
   Elsewhere elsewhere_;
 };
 

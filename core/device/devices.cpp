@@ -2,8 +2,12 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <iterator>
+#include <thread>
 #include <utility>
+
+#include "base/deadline.h"
 
 namespace multiring {
 namespace {
@@ -174,6 +178,61 @@ std::shared_ptr<std::byte> Devices::device_memory(int device, std::size_t bytes)
             } catch (const DeviceError&) {  // the process ends, and the driver has ended before
             }
           }};
+}
+
+std::byte* Devices::take_shared(int device, std::size_t bytes) {
+  Device& opened = get(device);
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = opened.shared.find(bytes); found != opened.shared.end()) {
+      std::byte* const taken = found->second;
+      opened.shared.erase(found);
+      return taken;
+    }
+  }
+  const Current current(*this, device);
+  cuda::Pointer made = 0;
+  driver_.check(driver_.memory_alloc(&made, bytes),
+                cuda::on("cuMemAlloc", device) + " of " + std::to_string(bytes) + " bytes");
+  return reinterpret_cast<std::byte*>(made);
+}
+
+void Devices::release_shared(int device, std::size_t bytes, std::byte* memory) {
+  Device& opened = get(device);
+  const std::lock_guard lock(mutex_);
+  opened.shared.emplace(bytes, memory);
+}
+
+cuda::Function Devices::function(int device, int number, const char* name,
+                                 const std::function<std::vector<char>()>& make) {
+  Device& opened = get(device);
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = opened.functions.find(number); found != opened.functions.end())
+      return found->second;
+  }
+  const std::vector<char> image = make();  // by several threads at once, perhaps
+  const Current current(*this, device);
+  cuda::Module module = nullptr;  // never unloaded
+  cuda::Function function = nullptr;
+  driver_.check(driver_.module_load(&module, image.data()), cuda::on("cuModuleLoadData", device));
+  driver_.check(driver_.module_function(&function, module, name), cuda::on("cuModuleGetFunction", device));
+  const std::lock_guard lock(mutex_);
+  return opened.functions.emplace(number, function).first->second;
+}
+
+bool Devices::reaches_end(int device, cuda::Stream stream, double seconds) {
+  constexpr std::chrono::milliseconds kPause(1);
+  const Current current(*this, device);
+  const cuda::Event end = take_event(device);
+  if (driver_.event_record(end, stream) != cuda::kSuccess) return false;
+  const Deadline deadline = Deadline::after(seconds);
+  while (driver_.event_query(end) == cuda::kNotReady) {
+    if (deadline.expired()) return false;  // the event stays in use
+    std::this_thread::sleep_for(kPause);
+  }
+  release_event(device, end);
+  return true;
 }
 
 cuda::Stream Devices::take_stream(int device) {

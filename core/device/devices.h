@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -41,6 +42,16 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
   /// Memory of a device; freed, once the device is idle, when the last reference is gone.
   std::shared_ptr<std::byte> device_memory(int device, std::size_t bytes);
 
+  /// The same for other processes to have as well (cuIpcGetMemHandle). It is never freed, for that would have
+  /// to wait until they do without: it goes back when it is released, and serves again for as many bytes.
+  std::byte* take_shared(int device, std::size_t bytes);
+  void release_shared(int device, std::size_t bytes, std::byte* memory);
+
+  /// A function of a module by its number and its name, of which `make` gives the machine code when it is
+  /// first asked for on a device.
+  cuda::Function function(int device, int number, const char* name,
+                          const std::function<std::vector<char>()>& make);
+
   /// Makes a device's context the calling thread's while it lives, in which a capture of the program's does
   /// not forbid calls.
   class Current : Immovable {
@@ -62,6 +73,9 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
   cuda::Stream take_stream(int device);
   void release_stream(int device, cuda::Stream stream);
 
+  /// Whether the stream does all that it was given within so many seconds, or its device has failed.
+  bool reaches_end(int device, cuda::Stream stream, double seconds);
+
   /// An event, which goes back when it is released. Its device's context has to be current.
   cuda::Event take_event(int device);
   void release_event(int device, cuda::Event event);
@@ -71,8 +85,10 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
     cuda::Context context = nullptr;
     cuda::Stream down = nullptr;
     cuda::Stream up = nullptr;
-    std::vector<cuda::Event> events;    // not in use
-    std::vector<cuda::Stream> streams;  // likewise
+    std::vector<cuda::Event> events;                // not in use
+    std::vector<cuda::Stream> streams;              // likewise
+    std::multimap<std::size_t, std::byte*> shared;  // likewise: memory that other processes may have
+    std::map<int, cuda::Function> functions;
   };
 
   struct Kept {

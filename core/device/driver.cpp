@@ -8,13 +8,38 @@ namespace {
 
 constexpr const char* kLibrary = "libcuda.so.1";
 
-/// The first function of the table that the library lacks; empty: none.
+/// Fills functions of the table; the first of them that the library lacks is told.
+class Finder {
+ public:
+  explicit Finder(const SharedLibrary& library) : library_(library) {}
+  template <class Entry>
+  void operator()(const char* name, Entry* entry) {
+    *entry = reinterpret_cast<Entry>(library_.find(name));
+    if (*entry == nullptr && missing_.empty()) missing_ = name;
+  }
+  const std::string& missing() const { return missing_; }
+
+ private:
+  const SharedLibrary& library_;
+  std::string missing_;
+};
+
+void fill_for_peers(const SharedLibrary& library, Driver* driver) {
+  Finder find(library);
+  find("cuMemcpyDtoDAsync_v2", &driver->copy_on_device);
+  find("cuDeviceGetAttribute", &driver->device_attribute);
+  find("cuModuleLoadData", &driver->module_load);
+  find("cuModuleGetFunction", &driver->module_function);
+  find("cuLaunchKernel", &driver->launch_kernel);
+  find("cuIpcGetMemHandle", &driver->ipc_export);
+  find("cuIpcOpenMemHandle_v2", &driver->ipc_import);
+  find("cuIpcCloseMemHandle", &driver->ipc_close);
+  driver->missing_for_peers = find.missing();
+}
+
+/// The first function that the library lacks and has to have; empty: none.
 std::string fill(const SharedLibrary& library, Driver* driver) {
-  std::string missing;
-  const auto find = [&]<class Function>(const char* name, Function* function) {
-    *function = reinterpret_cast<Function>(library.find(name));
-    if (*function == nullptr && missing.empty()) missing = name;
-  };
+  Finder find(library);
   find("cuInit", &driver->init);
   find("cuDriverGetVersion", &driver->driver_version);
   find("cuGetErrorName", &driver->error_name);
@@ -40,7 +65,8 @@ std::string fill(const SharedLibrary& library, Driver* driver) {
   find("cuMemFree_v2", &driver->memory_free);
   find("cuMemcpyDtoHAsync_v2", &driver->copy_to_host);
   find("cuMemcpyHtoDAsync_v2", &driver->copy_to_device);
-  return missing;
+  fill_for_peers(library, driver);
+  return find.missing();
 }
 
 const char* advice(Result error) {
@@ -78,6 +104,11 @@ const Driver* Driver::find(std::string* why) {
   if (usable) return &driver;
   *why = reason;
   return nullptr;
+}
+
+int Driver::major_version() const {
+  int number = 0;
+  return driver_version != nullptr && driver_version(&number) == kSuccess ? number / 1000 : 0;
 }
 
 // Asked for only where something is wrong, or shown.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -28,6 +29,12 @@ using Pointer = std::uintptr_t;  // CUdeviceptr
 using Context = struct CUctx_st*;
 using Stream = struct CUstream_st*;
 using Event = struct CUevent_st*;
+using Module = struct CUmod_st*;
+using Function = struct CUfunc_st*;
+/// What another process needs to have the same memory (CUipcMemHandle).
+struct IpcHandle {
+  std::array<char, 64> bytes{};
+};
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
@@ -48,6 +55,9 @@ inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostAllocPortable = 1;
 
 enum PointerAttribute : int { kMemoryType = 2, kIsManaged = 8, kDeviceOrdinal = 9 };
+enum DeviceAttribute : int { kMultiprocessors = 16, kCapabilityMajor = 75, kCapabilityMinor = 76 };
+/// CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: kernels of the current device reach the memory, where devices can.
+inline constexpr unsigned kIpcEnableAccess = 1;
 enum MemoryType : unsigned { kHostMemory = 1, kDeviceMemory = 2 };
 
 /// "cuEventRecord on device 0", for `Driver::check`.
@@ -83,6 +93,18 @@ struct MULTIRING_API Driver {
   Result (*copy_to_host)(void* to, Pointer from, std::size_t bytes, Stream stream);
   Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
 
+  // What peer memory needs besides; without these the others serve all the same.
+  Result (*copy_on_device)(Pointer to, Pointer from, std::size_t bytes, Stream stream);
+  Result (*device_attribute)(int* value, DeviceAttribute attribute, Device device);
+  Result (*module_load)(Module* module, const void* image);
+  Result (*module_function)(Function* function, Module module, const char* name);
+  Result (*launch_kernel)(Function function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned,
+                          unsigned, unsigned shared_bytes, Stream stream, void** arguments, void** extra);
+  Result (*ipc_export)(IpcHandle* handle, Pointer memory);
+  Result (*ipc_import)(Pointer* memory, IpcHandle handle, unsigned flags);
+  Result (*ipc_close)(Pointer memory);
+  std::string missing_for_peers;  ///< the first of these that the library lacks; empty: none
+
   /// The driver of this machine, loaded and initialised at the first call; null, with the reason in `why`, if
   /// there is none that can be used.
   static const Driver* find(std::string* why);
@@ -93,6 +115,8 @@ struct MULTIRING_API Driver {
 
   /// Raises a DeviceError unless `result` is kSuccess. `what`: "cuEventRecord on device 0".
   void check(Result result, const std::string& what) const;
+  /// The CUDA that it runs, 13; 0: unknown.
+  int major_version() const;
   /// "13.0", or "of unknown version".
   std::string version() const;
   /// "CUDA_ERROR_OUT_OF_MEMORY (2: out of memory), driver 13.0"

@@ -6,6 +6,7 @@
 
 #include "device/driver.h"
 #include "device/nccl.h"
+#include "device/nvrtc.h"
 #include "device/shared_library.h"
 
 namespace multiring {
@@ -28,17 +29,15 @@ std::string nccl_version_of(const SharedLibrary& library) {
 
 struct Wanted {
   const char* name;
-  std::vector<std::string> files;
-  std::string wheel;
+  std::vector<SharedLibrary::Candidate> candidates;
   SharedLibrary::Refusal refuse;
   std::function<void(const SharedLibrary&, DeviceLibrary&)> describe;
 };
 
-DeviceLibrary look_for(const Wanted& wanted, std::span<const std::string> sites) {
+DeviceLibrary look_for(const Wanted& wanted) {
   DeviceLibrary found;
   found.name = wanted.name;
-  const auto candidates = SharedLibrary::candidates(wanted.files, wanted.wheel, sites);
-  const auto library = SharedLibrary::open(candidates, wanted.refuse, &found.why);
+  const auto library = SharedLibrary::open(wanted.candidates, wanted.refuse, &found.why);
   if (!library) return found;
   found.path = library->path();
   found.origin = library->origin();
@@ -46,7 +45,13 @@ DeviceLibrary look_for(const Wanted& wanted, std::span<const std::string> sites)
   return found;
 }
 
-Wanted collectives(const char* name, const char* file, const char* wheel) {
+std::vector<SharedLibrary::Candidate> places_of(const std::vector<std::string>& files,
+                                                const std::string& wheel = {},
+                                                std::span<const std::string> sites = {}) {
+  return SharedLibrary::candidates(files, wheel, sites);
+}
+
+Wanted collectives(const char* name, std::vector<SharedLibrary::Candidate> candidates) {
   const auto refuse = [](const SharedLibrary& library) -> std::string {
     for (const char* function : kNcclFunctions)
       if (library.find(function) == nullptr)
@@ -57,7 +62,7 @@ Wanted collectives(const char* name, const char* file, const char* wheel) {
   const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
     found.version = nccl_version_of(library);
   };
-  return {name, {file}, wheel, refuse, describe};
+  return {name, std::move(candidates), refuse, describe};
 }
 
 Wanted cuda_driver() {
@@ -68,7 +73,17 @@ Wanted cuda_driver() {
     found.version = driver.version();
     if (driver.device_count(&found.devices) != cuda::kSuccess) found.devices = 0;
   };
-  return {"CUDA driver", {"libcuda.so.1"}, "", refuse, describe};
+  return {"CUDA driver", places_of({"libcuda.so.1"}), refuse, describe};
+}
+
+Wanted compiler(std::span<const std::string> sites) {
+  const auto refuse = [](const SharedLibrary& library) { return nvrtc::Library().load(library); };
+  const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
+    nvrtc::Library loaded;
+    loaded.load(library);
+    found.version = loaded.version();
+  };
+  return {"NVRTC", nvrtc::Library::candidates(nvrtc::kNewestCuda, sites), refuse, describe};
 }
 
 // Only what is shown of it is asked for.
@@ -88,7 +103,7 @@ Wanted hip() {
     if (reinterpret_cast<GetNumber>(library.find("hipGetDeviceCount"))(&found.devices) != 0)
       found.devices = 0;
   };
-  return {"HIP", {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}, "", refuse, describe};
+  return {"HIP", places_of({"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}), refuse, describe};
 }
 
 }  // namespace
@@ -96,12 +111,13 @@ Wanted hip() {
 std::vector<DeviceLibrary> find_device_libraries(std::span<const std::string> sites) {
   const Wanted kWanted[] = {
       cuda_driver(),
-      collectives("NCCL", "libnccl.so.2", "nvidia/nccl/lib"),
+      collectives("NCCL", places_of({"libnccl.so.2"}, "nvidia/nccl/lib", sites)),
+      compiler(sites),
       hip(),
-      collectives("RCCL", "librccl.so.1", ""),
+      collectives("RCCL", places_of({"librccl.so.1"})),
   };
   std::vector<DeviceLibrary> found;
-  for (const Wanted& wanted : kWanted) found.push_back(look_for(wanted, sites));
+  for (const Wanted& wanted : kWanted) found.push_back(look_for(wanted));
   return found;
 }
 

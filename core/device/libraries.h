@@ -10,7 +10,7 @@ namespace multiring {
 
 /// A library for devices, as `multiring env` and `multiring doctor` show it.
 struct DeviceLibrary {
-  std::string name;     ///< "CUDA driver", "NCCL", "HIP", "RCCL"
+  std::string name;     ///< "CUDA driver", "NCCL", "NVRTC", "HIP", "RCCL"
   std::string path;     ///< empty: none can be used
   std::string origin;   ///< SharedLibrary::origin
   std::string version;  ///< "13.0"

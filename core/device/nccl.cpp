@@ -17,9 +17,6 @@
 namespace multiring::nccl {
 namespace {
 
-std::mutex sites_mutex;
-std::vector<std::string> known_sites;
-
 std::string_view text_of(const char* variable) {
   const char* const set = std::getenv(variable);
   return set != nullptr ? set : "";
@@ -62,11 +59,6 @@ std::string Library::load(const SharedLibrary& library) {
   return {};
 }
 
-void Library::look_in(std::vector<std::string> sites) {
-  const std::lock_guard lock(sites_mutex);
-  known_sites = std::move(sites);
-}
-
 const Library* Library::find(std::string* why) {
   static Library library;
   static std::string reason;
@@ -81,10 +73,9 @@ const Library* Library::find(std::string* why) {
     }
     const std::string names[] = {"libnccl.so.2"};
     const auto refuse = [](const SharedLibrary& found) { return library.load(found); };
-    const std::lock_guard lock(sites_mutex);
-    usable =
-        SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", known_sites), refuse, &reason)
-            .has_value();
+    const std::vector<std::string> sites = SharedLibrary::known_sites();
+    usable = SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", sites), refuse, &reason)
+                 .has_value();
   });
   if (usable) return &library;
   *why = reason;

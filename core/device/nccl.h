@@ -77,9 +77,6 @@ struct MULTIRING_API Library {
   /// That of this process, opened at the first call: one that the process has loaded, that of a wheel, or the
   /// system's; null, with the reason in `why`, if there is none that can be used.
   static const Library* find(std::string* why);
-  /// Before the first `find`: the folders that wheels are installed in; thread-safe. A library of the system
-  /// would stay in the place of the one that a framework comes with.
-  static void look_in(std::vector<std::string> sites);
   /// Fills the table. Why the library cannot be used; empty: it can.
   std::string load(const SharedLibrary& library);
 };

@@ -3,10 +3,14 @@
 #include <dlfcn.h>
 #include <link.h>
 
+#include <mutex>
 #include <utility>
 
 namespace multiring {
 namespace {
+
+std::mutex sites_mutex;
+std::vector<std::string> sites_of_wheels;
 
 std::string loader_error() {
   const char* const error = ::dlerror();
@@ -31,6 +35,16 @@ std::vector<SharedLibrary::Candidate> SharedLibrary::candidates(std::span<const 
       for (const std::string& name : names) found.push_back({"of a wheel", site + "/" + wheel + "/" + name});
   for (const std::string& name : names) found.push_back({"of the system", name});
   return found;
+}
+
+void SharedLibrary::look_in(std::vector<std::string> sites) {
+  const std::lock_guard lock(sites_mutex);
+  sites_of_wheels = std::move(sites);
+}
+
+std::vector<std::string> SharedLibrary::known_sites() {
+  const std::lock_guard lock(sites_mutex);
+  return sites_of_wheels;
 }
 
 std::optional<SharedLibrary> SharedLibrary::open(std::span<const Candidate> candidates, const Refusal& refuse,

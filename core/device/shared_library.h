@@ -29,6 +29,10 @@ class MULTIRING_API SharedLibrary {
   /// wheel has them.
   static std::vector<Candidate> candidates(std::span<const std::string> names, const std::string& wheel,
                                            std::span<const std::string> sites);
+  /// Before libraries are looked for: the folders that wheels are installed in; thread-safe. One of the
+  /// system would stay in the place of the one that a framework comes with.
+  static void look_in(std::vector<std::string> sites);
+  static std::vector<std::string> known_sites();
   /// The first candidate that can be opened and is not refused; none, with a reason for each in `why`. What
   /// is refused is closed. Where it stays loaded all the same, because others in the process have it or it
   /// cannot be unloaded, no other candidate is opened beside it.

@@ -18,7 +18,7 @@ namespace {
 constexpr std::chrono::duration<double> kTick(0.05);
 
 CommunicatorOptions completed(CommunicatorOptions options) {
-  options.may_use_nccl = options.may_use_nccl && options.mode.empty();
+  options.may_stay_on_devices = options.may_stay_on_devices && options.mode.empty();
   if (options.world == nullptr) options.world = std::make_shared<const char>('\0');
   return options;
 }
@@ -35,6 +35,7 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
   exchange_.nccl().warn_by(options_.warn);
+  exchange_.peer_memory().warn_by(options_.warn);
   if (!options_.tuning.empty()) follow_tuning();
   warn_of_rings();
   exchange_.set_elsewhere(
@@ -217,8 +218,9 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
 
 // Before an operation waits for others: what the program does with its arrays from here on may not count.
 void Communicator::take_from_devices(Operation& operation) {
-  if (options_.may_use_nccl)
-    exchange_.nccl().offer(operation, exchange_, options_.order, options_.fuse_below);
+  if (options_.may_stay_on_devices)
+    exchange_.offers().offer(operation, exchange_,
+                             {options_.order, options_.peer_memory, options_.fuse_below});
   try {
     copy_from_devices(operation, rank());
   } catch (const DeviceError& error) {
@@ -298,7 +300,7 @@ void Communicator::complete(Operation& operation) const {
   if (descriptor.key.comm_dtype == CommDtype::kFloat32 && !has_comm_dtype(descriptor))
     descriptor.key.comm_dtype = CommDtype::kDefault;
   if (descriptor.key.order == Order::kDefault && traits.reduces) descriptor.key.order = options_.order;
-  descriptor.nccl_device = -1;
+  descriptor.offered_device = -1;
   if (operation.on_devices != nullptr) operation.on_devices->stays = false;
   if (descriptor.key.order == Order::kCanonical && !traits.reduces) descriptor.key.order = Order::kDefault;
   if (descriptor.bytes >= kMinSymmetricBytes && operation.pieces.empty() && traits.reduces)

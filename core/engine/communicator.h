@@ -47,7 +47,7 @@ struct CommunicatorOptions : JobSettings {
   std::size_t fuse_below = 64 * 1024;            ///< asynchronous allreduces of fewer bytes are fused,
   std::size_t fuse_at_most = 0;                  ///< up to so many bytes; 0: what fits the staging memory
   std::function<void(const std::string&)> warn;  ///< takes warnings, from any thread
-  bool may_use_nccl = true;                      ///< where `mode` is empty; groups take it over
+  bool may_stay_on_devices = true;               ///< arrays, where `mode` is empty; groups take it over
   /// The same in all communicators that descend from one; null: the communicator is the first.
   std::shared_ptr<const char> world;
 };

@@ -60,10 +60,12 @@ void Communicator::fail_and_raise(const Descriptor& descriptor) {
   throw;
 }
 
-// Peers are told first: what NCCL has under way may take seconds to end. The arrays are in use until then.
+// Peers are told first: what devices have under way may take seconds to end. The arrays are in use until
+// then.
 void Communicator::fail_operation(const Descriptor& descriptor) {
   fail(std::current_exception(), describe(descriptor));
   exchange_.nccl().end_failed();
+  exchange_.peer_memory().end_failed();
 }
 
 bool Communicator::is_running(const std::shared_ptr<Work>& work) const {
@@ -174,6 +176,7 @@ void Communicator::close() {
                                               describe(work->operation().descriptor) + " ran"));
   transport_->leave();
   exchange_.nccl().release();
+  exchange_.peer_memory().release();
 }
 
 }  // namespace multiring

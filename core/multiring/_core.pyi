@@ -830,6 +830,7 @@ class JobSettings:
     host_links: str
     mode: str
     order: str
+    peer_memory: bool
     transport: str
     tuning: str
     def __init__(self) -> None: ...

@@ -298,6 +298,13 @@ VARIABLES: tuple[Variable, ...] = (
         _choice("canonical", "any"),
     ),
     Variable(
+        "peer_memory",
+        "0 or 1",
+        "1: allreduces in the canonical order of large arrays on GPUs of one host stay there "
+        "(docs/devices.md); needs NVRTC.",
+        _yes_or_no,
+    ),
+    Variable(
         "check_every",
         "number of steps, 0 for never",
         "How often adapters compare parameters, hyperparameters and buffers over ranks "

@@ -1,8 +1,8 @@
-"""The stand-ins for the CUDA driver (tests/cpp/fake_cuda) and for NCCL (tests/cpp/fake_nccl), compiled when a
-test first needs them.
+"""The stand-ins for the CUDA driver (tests/cpp/fake_cuda), NCCL (tests/cpp/fake_nccl) and NVRTC
+(tests/cpp/fake_nvrtc), compiled when a test first needs them.
 
 They take the libraries' places in processes that have them loaded before: `environment()` has them load the
-driver's, and `with_nccl()` both.
+driver's, `with_nccl()` and `with_nvrtc()` another one besides.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ _CORE = REPOSITORY / "core"
 _LIBRARY = REPOSITORY / "build" / "fake-cuda" / "libcuda.so.1"
 _NCCL_SOURCES = REPOSITORY / "tests" / "cpp" / "fake_nccl"
 _NCCL = _LIBRARY.with_name("libnccl.so.2")
+_NVRTC_SOURCES = REPOSITORY / "tests" / "cpp" / "fake_nvrtc"
+_NVRTC = _LIBRARY.with_name("libnvrtc.so.12")
 
 
 def why_not() -> str | None:
@@ -35,6 +37,11 @@ def environment(options: str = "") -> dict[str, str]:
 def with_nccl(folder: Path) -> dict[str, str]:
     """The same, with NCCL's, which has its files in a folder."""
     return environment() | {"LD_PRELOAD": f"{library()} {nccl()}", "TMPDIR": str(folder)}
+
+
+def with_nvrtc(options: str = "") -> dict[str, str]:
+    """As `environment`, with NVRTC's, in a job that uses peer memory."""
+    return environment(options) | {"LD_PRELOAD": f"{library()} {nvrtc()}", "MULTIRING_PEER_MEMORY": "1"}
 
 
 def python_path() -> str:
@@ -54,15 +61,23 @@ def nccl() -> Path:
     return _made(_NCCL, _NCCL_SOURCES, library())
 
 
+@functools.cache
+def nvrtc() -> Path:
+    """The same of NVRTC."""
+    return _made(_NVRTC, _NVRTC_SOURCES)
+
+
 def _made(target: Path, folder: Path, *libraries: Path) -> Path:
     own = sorted(folder.glob("*.cpp"))
-    sources = [*folder.iterdir(), *_SOURCES.iterdir(), *_CORE.glob("device/*.h"), *_CORE.glob("base/*.h")]
+    headers = (each for name in ("device/*.h", "device/kernels/*", "base/*.h") for each in _CORE.glob(name))
+    sources = [*folder.iterdir(), *_SOURCES.iterdir(), *headers]
     newest = max(path.stat().st_mtime for path in sources)
     if target.exists() and target.stat().st_mtime > newest:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     made = target.with_suffix(f".{os.getpid()}")  # another process may be doing the same
     command = [_compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{target.name}"]
+    command += ["-ffp-contract=off"]
     command += ["-I", str(_SOURCES.parent), "-I", str(_CORE)]
     command += [str(path) for path in (*own, *libraries)]
     compiled = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@
 #include "binding/gil.h"
 #include "binding/interrupt.h"
 #include "device/libraries.h"
-#include "device/nccl.h"
+#include "device/shared_library.h"
 #include "device/staging.h"
 
 namespace multiring::binding {
@@ -39,7 +39,7 @@ void tell_sites() {
     if (!path) PyErr_Clear();  // no text, as sys.path may have it
     if (path && std::string_view(path).starts_with('/')) sites.emplace_back(path);
   }
-  nccl::Library::look_in(std::move(sites));
+  SharedLibrary::look_in(std::move(sites));
   told = true;
 }
 

@@ -19,7 +19,12 @@ from multiring.commands.launcher.process import signal_name
 __all__ = ["DeviceLibrary", "LookError", "find", "main", "shown"]
 
 # They put the library into a folder of their own, which the dynamic loader does not look into; by their CUDA.
-_WHEELS = {"nvidia-nccl-cu13": 13, "nvidia-nccl-cu12": 12}
+_WHEELS = {
+    "nvidia-nccl-cu13": 13,
+    "nvidia-nccl-cu12": 12,
+    "nvidia-cuda-nvrtc": 13,
+    "nvidia-cuda-nvrtc-cu12": 12,
+}
 
 _SECONDS = 30.0  # initialising the driver of a machine with eight GPUs takes some
 _END_SECONDS = 2.0
@@ -37,7 +42,7 @@ class DeviceLibrary:
     """One of them.
 
     Attributes:
-        name: "CUDA driver", "NCCL", "HIP" or "RCCL".
+        name: "CUDA driver", "NCCL", "NVRTC", "HIP" or "RCCL".
         path: Its file; empty: none can be used.
         origin: "loaded by the process", "of a wheel" or "of the system".
         version: As "13.0".
@@ -99,7 +104,8 @@ def main() -> int:
         row = {field.name: getattr(each, field.name, ()) for field in dataclasses.fields(DeviceLibrary)}
         if each.origin == "of a wheel":
             owners = (wheels for site, wheels in sites.items() if Path(each.path).is_relative_to(site))
-            row["wheels"] = next(owners, [])  # the file may be a link
+            own = next(owners, [])  # the file may be a link
+            row["wheels"] = [wheel for wheel in own if each.name.lower() in wheel]
         rows.append(row)
     print(f"\n{_MARK}{json.dumps(rows)}", flush=True)
     return 0
@@ -127,7 +133,7 @@ def _devices(count: int) -> str:
 
 
 def _sites() -> dict[str, list[str]]:
-    """Folders that wheels of NCCL are installed in, and which wheels are.
+    """Folders that wheels of NCCL and NVRTC are installed in, and which wheels are.
 
     None that is looked for relative to the current directory, where anyone may have put a library.
     """

@@ -6,6 +6,7 @@
 
 #include "device/driver.h"
 #include "device/libraries.h"
+#include "device/nvrtc.h"
 #include "support/errors.h"
 
 namespace multiring {
@@ -89,14 +90,22 @@ TEST(SharedLibraryTest, MissingFunctionsOfTheDriverAreNamed) {
 TEST(DeviceLibrariesTest, EachIsFoundOrHasAReason) {
   const std::string sites[] = {"/nowhere"};
   const std::vector<DeviceLibrary> found = find_device_libraries(sites);
-  ASSERT_EQ(found.size(), 4U);
-  const char* const names[] = {"CUDA driver", "NCCL", "HIP", "RCCL"};
+  ASSERT_EQ(found.size(), 5U);
+  const char* const names[] = {"CUDA driver", "NCCL", "NVRTC", "HIP", "RCCL"};
   for (std::size_t i = 0; i < found.size(); ++i) {
     EXPECT_EQ(found[i].name, names[i]);
     EXPECT_EQ(found[i].path.empty(), !found[i].why.empty());
     EXPECT_EQ(found[i].path.empty(), found[i].version.empty());
   }
   if (found[1].path.empty()) expect_text(found[1].why, "/nowhere/nvidia/nccl/lib/libnccl.so.2: cannot open");
+  if (found[2].path.empty())
+    expect_text(found[2].why, "/nowhere/nvidia/cuda_nvrtc/lib/libnvrtc.so.12: cannot open");
+}
+
+TEST(DeviceLibrariesTest, CompilerIsOneThatTheDriverIsNewEnoughFor) {
+  EXPECT_EQ(nvrtc::Library::candidates(13, {}).size(), 4U);
+  for (const Candidate& each : nvrtc::Library::candidates(12, {})) EXPECT_EQ(each.file, "libnvrtc.so.12");
+  EXPECT_EQ(nvrtc::Library::candidates(11, {}).size(), 0U);
 }
 
 }  // namespace

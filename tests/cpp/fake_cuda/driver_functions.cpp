@@ -229,6 +229,10 @@ FAKE_CUDA Result cuMemcpyHtoDAsync_v2(Pointer to, const void* from, std::size_t 
   return copy("copy_to_device", as_memory(to), from, bytes, stream);
 }
 
+FAKE_CUDA Result cuMemcpyDtoDAsync_v2(Pointer to, Pointer from, std::size_t bytes, Stream stream) {
+  return copy("copy_on_device", as_memory(to), as_memory(from), bytes, stream);
+}
+
 FAKE_CUDA Result cuIpcGetMemHandle(FakeMachine::IpcHandle* handle, Pointer memory) {
   const Call call("ipc_export");
   if (call.result != kSuccess) return call.result;

@@ -98,11 +98,13 @@ class MULTIRING_API FakeMachine : Immovable {
   std::recursive_mutex& mutex() { return mutex_; }
 
   /// "progress=late|seeded|threads", "seed=N", "ignore=wait|record:K" (the K-th from now on; -1: none),
-  /// "fail=FUNCTION:RESULT[:K]" (a name in cuda::Driver), "lateness=N", "recover" (failed devices work
-  /// again), several of them divided by spaces.
+  /// "fail=FUNCTION:RESULT[:K]" (a name in cuda::Driver; of negative ones the process gets the signal),
+  /// "lateness=N", "recover" (failed devices work again), several of them divided by spaces.
   void configure(const std::string& options);
   void set_progress(Progress progress, std::uint64_t seed);
   void ignore(Ordering ordering, int number);
+  /// The same of the records of the calling thread alone, whose events are found complete late besides.
+  void ignore_own_record(int number);
   int orderings(Ordering ordering) const { return counted_[static_cast<std::size_t>(ordering)]; }
   void fail(const std::string& function, cuda::Result result, int after = 0) {
     failures_[function] = {result, after};
@@ -183,6 +185,8 @@ class MULTIRING_API FakeMachine : Immovable {
   std::string misuse_;
   std::array<int, 2> counted_{};
   std::array<int, 2> ignored_{-1, -1};
+  std::thread::id late_thread_;
+  int own_records_ = -1;  // of that thread until the one to be ignored
   int lateness_ = 2;
   FakeMachine* const previous_;
 };

@@ -14,6 +14,7 @@ constexpr std::uintptr_t kLastDefaultStream = 2;  // CU_STREAM_PER_THREAD
 constexpr std::chrono::microseconds kPause(20);
 constexpr int kMaxPause = 200;                       // microseconds, of a stream's thread
 constexpr double kSpeeds[] = {1, 1, 0.25, 1. / 64};  // some streams are far behind the others
+constexpr int kVeryLate = 1000;                      // queries
 constexpr std::size_t kWorthDividing = 2;            // bytes of a copy, of which parts may be seen
 
 }  // namespace
@@ -79,7 +80,9 @@ void FakeMachine::record(Stream& stream, Event& event) {
   event.point = std::make_shared<Point>();
   event.point->late = lateness_;
   event.point->stream = &stream;
-  if (is_ignored(Ordering::kRecord))
+  const bool is_of_late_thread = std::this_thread::get_id() == late_thread_;
+  if (is_of_late_thread) event.point->late = kVeryLate;
+  if (is_ignored(Ordering::kRecord) || (is_of_late_thread && own_records_-- == 0))
     event.point->done = true;
   else
     enqueue(stream, {.reaches = event.point});

@@ -60,6 +60,12 @@ void FakeGpu::ignore(Ordering ordering, int number) {
   machine_.ignore(ordering, number);
 }
 
+void FakeGpu::ignore_own_record(int number) {
+  const Lock lock(machine_.mutex());
+  ignores_ = ignores_ || number >= 0;
+  machine_.ignore_own_record(number);
+}
+
 int FakeGpu::orderings(Ordering ordering) {
   const Lock lock(machine_.mutex());
   return machine_.orderings(ordering);

@@ -36,6 +36,8 @@ class FakeGpu : Immovable {
   void set_progress(Progress progress, std::uint64_t seed = 0);
   /// Leaves out what orders: one wait for an event, or one record, counted from now on; -1: none.
   void ignore(Ordering ordering, int number);
+  /// The same of the records of the calling thread, whose events are found complete late besides.
+  void ignore_own_record(int number);
   /// Those of them so far.
   int orderings(Ordering ordering);
   /// The next call of a function, by its name in `Driver`, fails.

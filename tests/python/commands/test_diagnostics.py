@@ -74,7 +74,7 @@ def test_doctor_finds_this_machine_fit() -> None:
 
 def libraries(*found: DeviceLibrary) -> Callable[[], dict[str, DeviceLibrary]]:
     """What is found in place of what this machine has: the others are missing."""
-    names = ("CUDA driver", "NCCL", "HIP", "RCCL")
+    names = ("CUDA driver", "NCCL", "NVRTC", "HIP", "RCCL")
     return lambda: {
         each.name: each for each in (*(DeviceLibrary(name, why="none") for name in names), *found)
     }

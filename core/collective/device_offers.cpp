@@ -1,0 +1,183 @@
+#include "collective/device_offers.h"
+
+#include <algorithm>
+#include <limits>
+#include <span>
+#include <string>
+
+#include "collective/device_arrays.h"
+#include "collective/exchange.h"
+#include "collective/kinds.h"
+#include "device/nccl.h"
+
+namespace multiring {
+namespace {
+
+constexpr int kMaxDevice = std::numeric_limits<std::int8_t>::max();
+/// Smaller arrays of all ranks are copied sooner than NCCL begins; allreduces of them may be fused, too.
+constexpr std::size_t kMinBytes = std::size_t{64} << 10;
+
+/// The device on which all of these lie; -1: on none, on several, or in memory that moves.
+int device_of(std::span<const Buffer> arrays) {
+  int device = -1;
+  for (const Buffer& array : arrays) {
+    if (!array.on_device()) continue;
+    if (array.kind != MemoryKind::kDevice || (device >= 0 && array.device != device)) return -1;
+    device = array.device;
+  }
+  return device;
+}
+
+bool overlap(const Buffer& a, const Buffer& b) {
+  return a.address < b.address + b.bytes && b.address < a.address + a.bytes;
+}
+
+/// An empty input lies nowhere, so it is not on one; an empty output may be on any.
+int device_of(const Operation& operation) {
+  const Descriptor& descriptor = operation.descriptor;
+  const DeviceArrays& arrays = *operation.on_devices;
+  if (!operation.pieces.empty()) return device_of(arrays.pieces);
+  if (!arrays.input.on_device() || arrays.input.bytes == 0) return -1;
+  const bool has_output = operation.output != nullptr && operation.output_bytes > 0;
+  if (has_output && !arrays.output.on_device()) return -1;
+  // NCCL takes it where it would be in the result, which is not known where ranks have other numbers of rows.
+  if (has_output && descriptor.key.kind == OpKind::kAllgather && overlap(arrays.input, arrays.output))
+    return -1;
+  const Buffer both[] = {arrays.input, arrays.output};
+  return device_of(std::span(both).first(has_output ? 2 : 1));
+}
+
+/// Whether NCCL has what the operation does, in an order of additions that the user allows. What moves bits
+/// and adds nothing is asked of NCCL in jobs that are for any order, until it has been seen on hardware.
+bool nccl_has(const Operation& operation, Order job) {
+  const Descriptor& descriptor = operation.descriptor;
+  switch (descriptor.key.kind) {
+    case OpKind::kAllgather:
+    case OpKind::kBroadcast:
+    case OpKind::kAlltoall:
+      return job == Order::kAny;
+    case OpKind::kAllreduce:
+    case OpKind::kReduceScatter:
+      return descriptor.key.order == Order::kAny && !is_rounded(descriptor.key.comm_dtype) &&
+             nccl::dtype_code(descriptor.dtype) && nccl::op_code(operation.reduction(), descriptor.dtype);
+    default:
+      return false;
+  }
+}
+
+/// A hash of how many bytes lie on the host, and on the device piece by piece; never 0.
+std::uint64_t division_of(std::span<const Buffer> pieces) {
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  const auto add = [&hash](std::uint64_t number) {
+    hash = (hash ^ number) * 0x100000001b3ULL;
+    hash ^= hash >> 32U;
+  };
+  std::uint64_t on_host = 0;
+  for (const Buffer& piece : pieces) {
+    if (!piece.on_device()) {
+      on_host += piece.bytes;
+    } else if (piece.bytes > 0) {
+      add(on_host);
+      add(piece.bytes);
+      on_host = 0;
+    }
+  }
+  add(on_host);
+  return hash | 1U;
+}
+
+bool is_large(const Descriptor& descriptor) { return descriptor.bytes >= kMinBytes; }
+
+/// What is likely to be offered again, by its kind, name, size and device.
+std::uint64_t key_of(const Descriptor& descriptor) {
+  constexpr std::uint64_t kPrime = 0x100000001b3ULL;
+  const std::uint64_t kind = static_cast<std::uint64_t>(descriptor.key.kind) << 8U;
+  return ((descriptor.key.name_hash ^ descriptor.bytes) * kPrime + kind) * kPrime +
+         static_cast<std::uint64_t>(descriptor.offered_device);
+}
+
+}  // namespace
+
+bool waits_for_offers(const Descriptor& descriptor) {
+  return descriptor.offered_device >= 0 && is_large(descriptor);
+}
+
+bool any_offers(const Exchange& exchange) {
+  const Descriptor& mine = exchange.descriptor(exchange.rank());
+  const bool all_as_large = traits_of(mine).compared == OpTraits::Compared::kElements;
+  if (all_as_large && !is_large(mine)) return false;
+  for (int rank = 0; rank < exchange.size(); ++rank)
+    if (waits_for_offers(exchange.descriptor(rank))) return true;
+  return false;
+}
+
+void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const Wanted& wanted) const {
+  DeviceArrays& arrays = *operation.on_devices;
+  Descriptor& descriptor = operation.descriptor;
+  descriptor.offered_device = -1;
+  arrays.stays = false;
+  if (exchange.size() == 1 || !exchange.transport().shares_memory() ||
+      exchange.transport().staging_bytes() < kOfferBytes)
+    return;
+  const OpTraits& traits = traits_of(descriptor);
+  const std::size_t fused = descriptor.key.kind == OpKind::kAllreduce ? wanted.min_bytes : 0;
+  // Others may have more rows.
+  const std::size_t least = traits.compared == OpTraits::Compared::kRow ? 1 : std::max(fused, kMinBytes);
+  if (descriptor.bytes < least) return;
+  const int device = device_of(operation);
+  if (device < 0 || device > kMaxDevice) return;
+  std::string why;
+  const bool is_served = is_for_peers(descriptor)
+                             ? wanted.peer_memory && exchange.peer_memory().serves(operation, exchange.size())
+                             : nccl_has(operation, wanted.order) && nccl::Library::find(&why) != nullptr;
+  if (!is_served) return;
+  descriptor.offered_device = static_cast<std::int8_t>(device);
+  descriptor.offered_division = operation.pieces.empty() ? 0 : division_of(arrays.pieces);
+  const std::lock_guard lock(mutex_);
+  arrays.stays = is_large(descriptor) && !not_taken_.contains(key_of(descriptor));
+}
+
+/// The same parts of their arrays. Ranks decide alike from what all have published.
+bool DeviceOffers::all_offer(const Exchange& exchange) {
+  for (int rank = 0; rank < exchange.size(); ++rank) {
+    const Descriptor& theirs = exchange.descriptor(rank);
+    if (theirs.offered_device < 0 || theirs.offered_division != exchange.descriptor(0).offered_division)
+      return false;
+  }
+  return true;
+}
+
+bool DeviceOffers::agree(Exchange& exchange, const OperationCall& call, Operation& operation) {
+  bool is_agreed = false;
+  if (all_offer(exchange))
+    is_agreed = is_for_peers(operation.descriptor) ? exchange.peer_memory().prepare(exchange, call, operation)
+                                                   : exchange.nccl().prepare(exchange, call, operation);
+  if (operation.descriptor.offered_device < 0) return false;
+  note_offer(operation, is_agreed);
+  if (is_agreed)
+    stay_on_devices(operation);
+  else
+    copy_after_all(operation, exchange, call);
+  return is_agreed;
+}
+
+void DeviceOffers::note_offer(const Operation& operation, bool is_taken) {
+  constexpr std::size_t kMaxKept = 1000;
+  if (!is_large(operation.descriptor)) return;  // which are copied in any case
+  const std::lock_guard lock(mutex_);
+  if (is_taken) {
+    not_taken_.erase(key_of(operation.descriptor));
+    return;
+  }
+  if (not_taken_.size() == kMaxKept) not_taken_.clear();  // of sizes that change with each call
+  not_taken_.insert(key_of(operation.descriptor));
+}
+
+std::vector<int> offered_devices(const Exchange& exchange) {
+  std::vector<int> devices;
+  for (int rank = 0; rank < exchange.size(); ++rank)
+    devices.push_back(exchange.descriptor(rank).offered_device);
+  return devices;
+}
+
+}  // namespace multiring

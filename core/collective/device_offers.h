@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "base/immovable.h"
+#include "collective/operation.h"
+
+namespace multiring {
+
+class Exchange;
+struct OperationCall;
+
+/// How the ranks of a group agree on which operations run where their arrays lie, by NCCL or in peer memory:
+/// each offers what it can do, and decides from what all have published.
+class DeviceOffers : Immovable {
+ public:
+  /// What of that the job wants.
+  struct Wanted {
+    Order order;            ///< of additions, where calls do not name one
+    bool peer_memory;       ///< MULTIRING_PEER_MEMORY
+    std::size_t min_bytes;  ///< of arrays that allreduces never fuse: what is fused depends on time
+  };
+
+  /// In the thread that issues an operation with arrays on devices: whether this rank offers to run it where
+  /// they lie, as its descriptor tells the others. If the last offer of this name and size came to nothing
+  /// the arrays are copied to the host all the same, so that nothing waits if this one does too.
+  /// Thread-safe.
+  void offer(Operation& operation, const Exchange& exchange, const Wanted& wanted) const;
+
+  /// When some ranks have offered, in the round in which they are matched: whether all are to run the
+  /// operation so, whose arrays are then those on the device. Else, on all ranks, they lie in host memory, to
+  /// which those of this rank are copied now if they have not been before.
+  bool agree(Exchange& exchange, const OperationCall& call, Operation& operation);
+
+ private:
+  static bool all_offer(const Exchange& exchange);
+  void note_offer(const Operation& operation, bool is_taken);
+
+  mutable std::mutex mutex_;
+  std::set<std::uint64_t> not_taken_;  // arrays, by key_of()
+};
+
+/// Whether an operation that is offered is one for peer memory; else it is one for NCCL.
+constexpr bool is_for_peers(const Descriptor& descriptor) {
+  return descriptor.key.kind == OpKind::kAllreduce && descriptor.key.order != Order::kAny;
+}
+/// Whether a rank that asks for this has nothing on the host to begin with before the offers of all are
+/// known.
+bool waits_for_offers(const Descriptor& descriptor);
+/// Whether there is such a rank in the current round.
+bool any_offers(const Exchange& exchange);
+/// The device of each rank, by its own number, where all offer.
+std::vector<int> offered_devices(const Exchange& exchange);
+
+/// Staging memory that what ranks publish of their devices has to fit.
+inline constexpr std::size_t kOfferBytes = 512;
+
+/// What each rank publishes, by rank, in a round of its own.
+template <class AnyExchange, class Value>
+std::vector<Value> exchanged(AnyExchange& exchange, const OperationCall& call, const Value& mine) {
+  static_assert(sizeof(Value) <= kOfferBytes);
+  exchange.next(call, [&] {
+    std::memcpy(exchange.staging(exchange.rank()), &mine, sizeof mine);
+    exchange.staged(sizeof mine);
+  });
+  std::vector<Value> all(static_cast<std::size_t>(exchange.size()));
+  for (int rank = 0; rank < exchange.size(); ++rank)
+    std::memcpy(static_cast<void*>(&all[static_cast<std::size_t>(rank)]), exchange.staging(rank),
+                sizeof(Value));
+  return all;
+}
+
+}  // namespace multiring

@@ -1,0 +1,287 @@
+// Allreduces in peer memory, on the stand-ins for the driver and for NVRTC: ranks as threads of one process,
+// which share a device and its memory.
+
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "support/device_array.h"
+#include "support/errors.h"
+#include "support/named.h"
+
+// So that the stand-in is linked, and found by the core.
+extern "C" int nvrtcVersion(int* major, int* minor);
+
+namespace multiring {
+namespace {
+
+using namespace testing;
+
+constexpr std::size_t kCount = 20'001;
+constexpr std::size_t kBuffer = std::size_t{64} << 20;  // bytes; longer arrays pass in segments
+
+/// Ranks with their arrays on one device.
+struct Job {
+  FakeGpu gpu;
+  std::shared_ptr<Devices> devices = std::make_shared<Devices>(gpu.driver());
+  std::mutex mutex;
+  std::vector<std::string> warnings;
+  RankGroup group;
+
+  explicit Job(int size, Progress progress = Progress::kLate, std::uint64_t seed = 0) : group(options(size)) {
+    int major = 0;
+    nvrtcVersion(&major, &major);
+    gpu.set_progress(progress, seed);
+  }
+  GroupOptions options(int size) {
+    GroupOptions made(TransportKind::kInproc, size, kSmallStaging);
+    made.communicator.peer_memory = true;
+    made.communicator.warn = [this](const std::string& text) {
+      const std::lock_guard lock(mutex);
+      warnings.push_back(text);
+    };
+    return made;
+  }
+  DeviceArray array(std::size_t count, float value) { return {gpu, 0, std::vector<float>(count, value)}; }
+  int copies() { return gpu.calls("copy_to_host"); }
+};
+
+/// Of any dtype, written by a kernel that has not run yet.
+class DeviceBytes {
+ public:
+  DeviceBytes(FakeGpu& gpu, const Bytes& values) : gpu_(gpu), stream_(gpu.make_stream(0)) {
+    buffer_ = {gpu.allocate(0, values.size()), values.size(), MemoryKind::kDevice, 0, stream_};
+    gpu.launch(stream_, [memory = gpu.view(buffer_.address), values] {
+      std::memcpy(memory, values.data(), values.size());
+    });
+  }
+  Bytes seen() const {
+    Bytes seen(buffer_.bytes);
+    gpu_.launch(stream_, [&] { std::memcpy(seen.data(), gpu_.view(buffer_.address), seen.size()); });
+    gpu_.synchronize(stream_);
+    return seen;
+  }
+  const Buffer& buffer() const { return buffer_; }
+
+ private:
+  FakeGpu& gpu_;
+  const std::uintptr_t stream_;
+  Buffer buffer_;
+};
+
+/// Into memory of its own, or in place.
+void expect_in_peer_memory(Job& job, Communicator& communicator, const ReduceProblem& problem, bool in_place,
+                           CallMode mode = CallMode::kSync) {
+  const Bytes& values = problem.input(communicator.rank());
+  const DeviceBytes input(job.gpu, values);
+  const DeviceBytes other(job.gpu, Bytes(problem.bytes(), 0xee));
+  const DeviceBytes& output = in_place ? input : other;
+  Operation operation = reduction_of(problem, input.buffer().address, output.buffer().address);
+  operation.on_devices = std::make_unique<DeviceArrays>();
+  operation.on_devices->devices = job.devices;
+  operation.on_devices->input = input.buffer();
+  operation.on_devices->output = output.buffer();
+  perform(communicator, operation, mode);
+  EXPECT_EQ(output.seen(), problem.expected) << problem.text();
+  if (!in_place) {
+    EXPECT_EQ(input.seen(), values) << problem.text();
+  }
+}
+
+TEST(DevicePeerMemoryTest, EveryDTypeAndReduction) {
+  Job job(3);
+  job.group.run([&](Communicator& communicator) {
+    for (const DType dtype : kAllDTypes)
+      for (int op = 0; op < kReduceOpCount; ++op) {
+        const auto reduces = static_cast<ReduceOp>(op);
+        if (is_floating(dtype) ? is_bitwise(reduces) : reduces == ReduceOp::kAverage) continue;
+        const std::size_t count = 70'001 / dtype_size(dtype) + 1;
+        const ReduceProblem problem = make_problem(dtype, {reduces}, count, 3);
+        expect_in_peer_memory(job, communicator, problem, op % 2 == 0);
+      }
+    const ReduceProblem scaled = make_problem(DType::kBFloat16, {ReduceOp::kSum, 0.3, 7}, 40'001, 3);
+    expect_in_peer_memory(job, communicator, scaled, true);
+  });
+  EXPECT_EQ(job.copies(), 0);
+  EXPECT_EQ(job.warnings, std::vector<std::string>());
+}
+
+TEST(DevicePeerMemoryTest, EverySizeAndOrderOfWork) {
+  const auto run = [](int size, Progress progress, std::uint64_t seed) {
+    SCOPED_TRACE(numbered("seed ", seed));
+    Job job(size, progress, seed);
+    job.group.run([&](Communicator& communicator) {
+      for (const std::size_t count : {std::size_t{16'384}, kCount, std::size_t{300'007}}) {
+        const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, size);
+        for (const CallMode mode : kCallModes)
+          for (const bool in_place : {false, true})
+            expect_in_peer_memory(job, communicator, problem, in_place, mode);
+      }
+    });
+    EXPECT_EQ(job.copies(), 0);
+  };
+  for (const int size : {2, 3, 4, 7}) {
+    run(size, Progress::kLate, 0);
+    for (std::uint64_t seed = 0; seed < 3; ++seed) run(size, Progress::kSeeded, seed);
+    run(size, Progress::kThreads, 0);
+  }
+}
+
+TEST(DevicePeerMemoryTest, SegmentsOfLargeArrays) {
+  Job job(2, Progress::kSeeded, 1);
+  constexpr std::size_t kLarge = kBuffer / sizeof(float) + 1001;
+  job.group.run([&](Communicator& communicator) {
+    const DeviceArray x = job.array(kLarge, static_cast<float>(communicator.rank() + 1));
+    run(communicator, allreduce_of(x, x, job.devices));
+    EXPECT_TRUE(x.seen() == std::vector<float>(kLarge, 3));
+  });
+  EXPECT_EQ(job.copies(), 0);
+}
+
+// Small arrays, pieces, averages of integers, one rank, any order, arrays on the host of one rank.
+TEST(DevicePeerMemoryTest, WhatPassesThroughTheHost) {
+  Job job(2);
+  job.group.run([&](Communicator& communicator) {
+    const DeviceArray small = job.array(100, 1);
+    run(communicator, allreduce_of(small, small, job.devices));
+    EXPECT_EQ(small.seen(), std::vector<float>(100, 2));
+    const DeviceArray x = job.array(kCount, 1);
+    Operation any = allreduce_of(x, x, job.devices);
+    any.descriptor.key.order = Order::kAny;
+    run(communicator, std::move(any));
+    run(communicator, allreduce_of_pieces({x.buffer(), small.buffer()}, job.devices));
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, 4));
+    std::vector<float> on_host(kCount, 4);
+    run(communicator, communicator.rank() == 1 ? sum_in_place(on_host) : allreduce_of(x, x, job.devices));
+    EXPECT_EQ(communicator.rank() == 1 ? on_host : x.seen(), std::vector<float>(kCount, 8));
+    const ReduceProblem average = make_problem(DType::kInt32, {ReduceOp::kAverage}, kCount, 2);
+    expect_in_peer_memory(job, communicator, average, true);
+  });
+  EXPECT_EQ(job.copies(), 2 + 2 + 4 + 1 + 2);
+}
+
+// A rank that cannot do its part at the start has all pass through the host, then and later.
+TEST(DevicePeerMemoryTest, RanksThatCannot) {
+  for (const char* const function : {"module_load", "module_function", "memory_alloc", "ipc_export"}) {
+    SCOPED_TRACE(function);
+    Job job(2);
+    job.group.run([&](Communicator& communicator) {
+      const DeviceArray x = job.array(kCount, 1);
+      const DeviceArray y = job.array(kCount, 1);
+      run(communicator, barrier_operation());
+      if (communicator.rank() == 1) job.gpu.fail_next(function, cuda::kOutOfMemory);
+      run(communicator, barrier_operation());
+      for (const DeviceArray* each : {&x, &y}) {
+        run(communicator, allreduce_of(*each, *each, job.devices));
+        EXPECT_EQ(each->seen(), std::vector<float>(kCount, 2));
+      }
+    });
+    EXPECT_GT(job.copies(), 0);
+    ASSERT_EQ(job.warnings.size(), 1U);
+    expect_text(job.warnings[0], "not through peer memory: rank");
+    expect_text(job.warnings[0], "CUDA_ERROR_OUT_OF_MEMORY");
+  }
+}
+
+TEST(DevicePeerMemoryTest, KernelsThatCannotBeCompiled) {
+  ::setenv("FAKE_NVRTC", "fail=compile", 1);
+  Job job(2);
+  job.group.run([&](Communicator& communicator) {
+    const DeviceArray x = job.array(kCount, 1);
+    run(communicator, allreduce_of(x, x, job.devices));
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, 2));
+  });
+  ::unsetenv("FAKE_NVRTC");
+  ASSERT_EQ(job.warnings.size(), 1U);
+  expect_text(job.warnings[0], "nvrtcCompileProgram failed");
+  expect_text(job.warnings[0], "reduce.cu(1): error: as injected");
+}
+
+TEST(DevicePeerMemoryTest, FailuresOnTheWay) {
+  for (const auto& [function, failed] : {std::pair{"launch_kernel", "cuLaunchKernel on device 0 failed"},
+                                         std::pair{"copy_on_device", "cuMemcpyDtoDAsync on device 0 failed"},
+                                         std::pair{"event_record", "cuEventRecord on device 0 failed"}}) {
+    SCOPED_TRACE(function);
+    for (const Progress progress : {Progress::kLate, Progress::kSeeded, Progress::kThreads}) {
+      Job job(3, progress);
+      const auto outcomes = job.group.outcomes([&](Communicator& communicator) {
+        const DeviceArray x = job.array(kCount, 1);
+        run(communicator, allreduce_of(x, x, job.devices));
+        EXPECT_EQ(x.seen(), std::vector<float>(kCount, 3));
+        run(communicator, barrier_operation());
+        if (communicator.rank() == 1) job.gpu.fail_next(function, 1);
+        run(communicator, barrier_operation());
+        run(communicator, allreduce_of(x, x, job.devices));
+      });
+      expect_all_raised(outcomes, ErrorKind::kInternal, failed);
+    }
+  }
+}
+
+// The buffer of a communicator that is closed serves the next one.
+TEST(DevicePeerMemoryTest, MemoryIsGivenBack) {
+  Job job(2);
+  std::size_t blocks = 0;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    RankGroup group(job.options(2));
+    group.run([&](Communicator& communicator) {
+      const DeviceArray x = job.array(kCount, 1);
+      run(communicator, allreduce_of(x, x, job.devices));
+    });
+    const std::size_t arrays = 2 * static_cast<std::size_t>(repeat + 1);
+    if (repeat == 0) blocks = job.gpu.device_blocks() - arrays;
+    EXPECT_EQ(job.gpu.device_blocks() - arrays, blocks);
+  }
+  EXPECT_EQ(blocks, 2U);
+}
+
+// Its peers need it no more.
+TEST(DevicePeerMemoryTest, RankThatLeavesWhenItIsDone) {
+  Job job(2);
+  job.group.run([&](Communicator& communicator) {
+    const DeviceArray x = job.array(kCount, 1);
+    if (communicator.rank() == 0) job.gpu.ignore_own_record(-1);  // its device is far behind
+    run(communicator, allreduce_of(x, x, job.devices));
+    if (communicator.rank() == 1) communicator.close();
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, 2));
+  });
+}
+
+/// Whether an allreduce, and one more with other values, are right; in the second one the device of a rank is
+/// far behind the others', and one of its records is left out (negative: none).
+bool are_right(int late, int ignored) {
+  Job job(2);
+  bool right[2] = {};
+  const auto outcomes = job.group.outcomes([&](Communicator& communicator) {
+    bool is_right = true;
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      const DeviceArray x = job.array(kCount, static_cast<float>(10 * repeat + communicator.rank() + 1));
+      if (repeat == 1 && communicator.rank() == late) job.gpu.ignore_own_record(ignored);
+      run(communicator, allreduce_of(x, x, job.devices));
+      // Which waits for nothing.
+      std::vector<float> seen;
+      const std::uintptr_t other = job.gpu.make_stream(0);
+      job.gpu.launch(other, [&] { seen = x.values(); });
+      job.gpu.synchronize(other);
+      is_right = seen == std::vector<float>(kCount, static_cast<float>(20 * repeat + 3)) && is_right;
+    }
+    right[communicator.rank()] = is_right;
+  });
+  return right[0] && right[1] && !outcomes[0] && !outcomes[1];
+}
+
+// Those after the program's work, the copies to the buffer, the kernel, and the copies from the buffer.
+TEST(DevicePeerMemoryTest, NoEventCanBeLeftOut) {
+  for (const int late : {0, 1}) {
+    EXPECT_TRUE(are_right(late, -1));
+    for (int ignored = 0; ignored < 4; ++ignored)
+      EXPECT_FALSE(are_right(late, ignored)) << "record " << ignored << " of rank " << late;
+    EXPECT_TRUE(are_right(late, 4)) << "there are four";
+  }
+}
+
+}  // namespace
+}  // namespace multiring
