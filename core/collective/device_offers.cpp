@@ -88,10 +88,11 @@ std::uint64_t division_of(std::span<const Buffer> pieces) {
 
 bool is_large(const Descriptor& descriptor) { return descriptor.bytes >= kMinBytes; }
 
-/// What is likely to be offered again, by its kind, name, size and device.
+/// What is likely to be offered again, by its kind, order, name, size and device.
 std::uint64_t key_of(const Descriptor& descriptor) {
   constexpr std::uint64_t kPrime = 0x100000001b3ULL;
-  const std::uint64_t kind = static_cast<std::uint64_t>(descriptor.key.kind) << 8U;
+  const std::uint64_t kind = static_cast<std::uint64_t>(descriptor.key.kind) << 16U |
+                             static_cast<std::uint64_t>(descriptor.key.order) << 8U;
   return ((descriptor.key.name_hash ^ descriptor.bytes) * kPrime + kind) * kPrime +
          static_cast<std::uint64_t>(descriptor.offered_device);
 }

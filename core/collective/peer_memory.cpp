@@ -89,11 +89,10 @@ struct PeerBuffers : Immovable {
     }
   }
 
-  bool is_ready(std::size_t wanted, DType dtype) const {
-    return bytes >= wanted && kernels.contains(static_cast<int>(dtype));
-  }
-  Offered make(std::size_t wanted, DType dtype);
-  Reason open(const std::vector<Offered>& all, int rank);
+  /// Makes them, by all ranks together. Empty: they are; else why not, alike on all ranks.
+  std::string set_up(Exchange& exchange, const OperationCall& call, std::size_t wanted);
+  /// Has the kernel for a dtype, likewise.
+  std::string compile(Exchange& exchange, const OperationCall& call, DType dtype);
   void close();
 
   std::shared_ptr<Devices> devices;
@@ -101,23 +100,26 @@ struct PeerBuffers : Immovable {
   cuda::Stream stream = nullptr;
   std::size_t bytes = 0;  // of each
   std::byte* own = nullptr;
-  std::vector<std::byte*> addresses;    // by rank
-  std::vector<cuda::Pointer> imported;  // those of other processes
-  std::map<int, cuda::Function> kernels;
+  std::vector<std::byte*> addresses;      // by rank
+  std::vector<cuda::Pointer> imported;    // those of other processes
+  std::map<int, cuda::Function> kernels;  // by dtype; null: a rank cannot have it
+  bool is_largest = false;                // larger ones have been refused
   bool is_abandoned = false;
+
+ private:
+  Offered make(std::size_t wanted);
+  Reason open(const std::vector<Offered>& all, int rank);
 };
 
 /// This rank's part, by itself.
-Offered PeerBuffers::make(std::size_t wanted, DType dtype) {
+Offered PeerBuffers::make(std::size_t wanted) {
   Offered made;
   try {
     const cuda::Driver& driver = devices->driver();
-    close();
-    kernels[static_cast<int>(dtype)] = peer::reduce_kernel(*devices, device, dtype);
-    bytes = std::max(bytes, wanted);
-    own = devices->take_shared(device, bytes);
+    own = devices->take_shared(device, wanted);
+    bytes = wanted;
     const Devices::Current current(*devices, device);
-    if (stream == nullptr) stream = devices->take_stream(device);
+    stream = devices->take_stream(device);
     cuda::Device handle = 0;
     made.address = reinterpret_cast<std::uintptr_t>(own);
     driver.check(driver.ipc_export(&made.handle, made.address), cuda::on("cuIpcGetMemHandle", device));
@@ -152,6 +154,28 @@ Reason PeerBuffers::open(const std::vector<Offered>& all, int rank) {
     why_not.set(error.what());
   }
   return why_not;
+}
+
+std::string PeerBuffers::set_up(Exchange& exchange, const OperationCall& call, std::size_t wanted) {
+  const std::vector<Offered> all = exchanged(exchange, call, make(wanted));
+  std::vector<Reason> reasons;
+  for (const Offered& each : all) reasons.push_back(each.why_not);
+  const std::string refusal = refusal_of(reasons, exchange);
+  return refusal.empty() ? refusal_of(exchanged(exchange, call, open(all, exchange.rank())), exchange)
+                         : refusal;
+}
+
+std::string PeerBuffers::compile(Exchange& exchange, const OperationCall& call, DType dtype) {
+  Reason why_not;
+  cuda::Function kernel = nullptr;
+  try {
+    kernel = peer::reduce_kernel(*devices, device, dtype);
+  } catch (const DeviceError& error) {
+    why_not.set(error.what());
+  }
+  std::string refusal = refusal_of(exchanged(exchange, call, why_not), exchange);
+  kernels[static_cast<int>(dtype)] = refusal.empty() ? kernel : nullptr;
+  return refusal;
 }
 
 void PeerBuffers::close() {
@@ -193,7 +217,8 @@ class PeerReduction {
     const Range others[] = {{0, slice.begin}, {slice.end, segment.size()}};
     for (const Range part : others) copy(buffer, input, part);
     await_stream();
-    exchange_.next(call_, [] {});  // all buffers hold what their ranks contribute
+    exchange_.next(call_, [] {});       // all buffers hold what their ranks contribute
+    exchange_.throw_if_aborted(call_);  // a peer that has failed meanwhile may be gone, with its buffer
     if (!slice.empty()) reduce(slice, input, output);
     await_stream();
     exchange_.next(call_, [] {});  // all slices of this rank's buffer are reduced
@@ -263,36 +288,49 @@ PeerMemory::PeerMemory() = default;
 PeerMemory::~PeerMemory() = default;
 
 bool PeerMemory::serves(const Operation& operation, int ranks) const {
-  if (ranks > peer::kMaxRanks || !operation.pieces.empty() || averages_integers(operation.descriptor))
+  // Kernels read and write elements where they lie.
+  const auto is_aligned = [&](const Buffer& buffer) {
+    return reinterpret_cast<std::uintptr_t>(buffer.address) % operation.element_size() == 0;
+  };
+  const DeviceArrays& arrays = *operation.on_devices;
+  if (ranks > peer::kMaxRanks || !operation.pieces.empty() || averages_integers(operation.descriptor) ||
+      !is_aligned(arrays.input) || !is_aligned(arrays.output))
     return false;
   const std::string why = peer::why_no_kernels(operation.on_devices->devices->driver());
-  if (!why.empty()) std::call_once(told_, [&] { tell(why); });
+  static std::once_flag told;  // of the process
+  if (!why.empty()) std::call_once(told, [&] { tell(why); });
   return why.empty();
 }
 
 bool PeerMemory::prepare(Exchange& exchange, const OperationCall& call, const Operation& operation) {
   agreed_ = nullptr;
-  const int device = operation.descriptor.offered_device;
   const auto [found, is_new] = made_.try_emplace(offered_devices(exchange));
   std::unique_ptr<PeerBuffers>& buffers = found->second;
-  if (is_new) buffers = std::make_unique<PeerBuffers>(operation.on_devices->devices, device);
-  if (buffers == nullptr) return false;
+  if (!is_new && buffers == nullptr) return false;
   const std::size_t wanted = buffer_bytes(operation.descriptor.bytes);
-  if (!buffers->is_ready(wanted, operation.dtype())) {
-    const std::vector<Offered> all = exchanged(exchange, call, buffers->make(wanted, operation.dtype()));
-    std::vector<Reason> reasons;
-    for (const Offered& each : all) reasons.push_back(each.why_not);
-    std::string refusal = refusal_of(reasons, exchange);
-    if (refusal.empty())
-      refusal = refusal_of(exchanged(exchange, call, buffers->open(all, exchange.rank())), exchange);
-    if (!refusal.empty()) {
-      buffers = nullptr;
-      if (exchange.rank() == 0) tell(refusal);
-      return false;
+  std::string refusal;
+  if (is_new || (buffers->bytes < wanted && !buffers->is_largest)) {
+    auto larger =
+        std::make_unique<PeerBuffers>(operation.on_devices->devices, operation.descriptor.offered_device);
+    refusal = larger->set_up(exchange, call, wanted);
+    if (refusal.empty()) {
+      if (!is_new) {
+        larger->kernels = buffers->kernels;
+        // To close them may take as long as all that their device has been given.
+        outgrown_.push_back(std::move(buffers));
+      }
+      buffers = std::move(larger);
+    } else if (!is_new) {
+      buffers->is_largest = true;  // arrays pass through them in segments
+      refusal.clear();
     }
   }
-  agreed_ = buffers.get();
-  return true;
+  const int dtype = static_cast<int>(operation.dtype());
+  if (refusal.empty() && !buffers->kernels.contains(dtype))
+    refusal = buffers->compile(exchange, call, operation.dtype());
+  if (exchange.rank() == 0 && !refusal.empty()) tell(refusal);
+  if (buffers != nullptr && buffers->kernels[dtype] != nullptr) agreed_ = buffers.get();
+  return agreed_ != nullptr;
 }
 
 void PeerMemory::tell(const std::string& refusal) const {
@@ -318,6 +356,9 @@ void PeerMemory::end_failed() {
   }
 }
 
-void PeerMemory::release() { made_.clear(); }
+void PeerMemory::release() {
+  made_.clear();
+  outgrown_.clear();
+}
 
 }  // namespace multiring

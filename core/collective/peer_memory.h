@@ -3,10 +3,10 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/export.h"
 #include "base/immovable.h"
 #include "collective/operation.h"
 
@@ -23,7 +23,7 @@ struct PeerBuffers;
 ///
 /// Buffers are made for each choice of devices that all arrays have lain on in one operation. All ranks make,
 /// and do without, the same ones: each decides from what all have published.
-class PeerMemory : Immovable {
+class MULTIRING_API PeerMemory : Immovable {
  public:
   PeerMemory();
   ~PeerMemory();
@@ -48,10 +48,10 @@ class PeerMemory : Immovable {
   void tell(const std::string& refusal) const;
 
   std::map<std::vector<int>, std::unique_ptr<PeerBuffers>> made_;  // by rank; null: not usable
-  PeerBuffers* agreed_ = nullptr;                                  // for the operation in progress
+  std::vector<std::unique_ptr<PeerBuffers>> outgrown_;
+  PeerBuffers* agreed_ = nullptr;   // for the operation in progress
   PeerBuffers* running_ = nullptr;  // in an operation, or in one that has failed
   std::function<void(const std::string&)> warn_;
-  mutable std::once_flag told_;
 };
 
 }  // namespace multiring

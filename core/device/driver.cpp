@@ -71,8 +71,9 @@ std::string fill(const SharedLibrary& library, Driver* driver) {
 
 const char* advice(Result error) {
   if (error == kOutOfMemory) return " Free memory of the device, or of the host where it is to be pinned.";
-  // From 700 on a kernel has failed, and every later call in the process returns the same.
-  if (error >= kIllegalAddress && error < 720)
+  // A kernel has failed (an illegal address; timeout; exceptions of the hardware), and every later call in
+  // the process returns the same.
+  if (error == kIllegalAddress || error == 702 || (error >= 714 && error < 720))
     return " Work that the program gave the device before has failed; CUDA_LAUNCH_BLOCKING=1 shows where.";
   return "";
 }

@@ -42,6 +42,8 @@ std::vector<char> compiled(Devices& devices, int device, DType dtype) {
 std::string why_no_kernels(const cuda::Driver& driver) {
   if (!driver.missing_for_peers.empty())
     return "driver " + driver.version() + " has no function " + driver.missing_for_peers;
+  constexpr int kOldest = 12;
+  if (driver.major_version() < kOldest) return "driver " + driver.version() + " is older than CUDA 12";
   std::string why;
   return compiler(driver, &why) != nullptr ? "" : "there is no NVRTC: " + why;
 }

@@ -114,7 +114,7 @@ TEST(DevicePeerMemoryTest, EverySizeAndOrderOfWork) {
     SCOPED_TRACE(numbered("seed ", seed));
     Job job(size, progress, seed);
     job.group.run([&](Communicator& communicator) {
-      for (const std::size_t count : {std::size_t{16'384}, kCount, std::size_t{300'007}}) {
+      for (const std::size_t count : {std::size_t{16'384}, kCount, std::size_t{600'007}}) {
         const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, size);
         for (const CallMode mode : kCallModes)
           for (const bool in_place : {false, true})
@@ -161,6 +161,63 @@ TEST(DevicePeerMemoryTest, WhatPassesThroughTheHost) {
     expect_in_peer_memory(job, communicator, average, true);
   });
   EXPECT_EQ(job.copies(), 2 + 2 + 4 + 1 + 2);
+}
+
+// Kernels read elements where they lie.
+TEST(DevicePeerMemoryTest, AnArrayThatIsNotAligned) {
+  Job job(2);
+  job.group.run([&](Communicator& communicator) {
+    const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, kCount, 2);
+    Bytes values(problem.bytes() + sizeof(float));
+    const std::size_t shift = communicator.rank();
+    std::ranges::copy(problem.input(communicator.rank()),
+                      values.begin() + static_cast<std::ptrdiff_t>(shift));
+    const DeviceBytes memory(job.gpu, values);
+    Buffer buffer = memory.buffer();
+    buffer.address += shift;
+    buffer.bytes = problem.bytes();
+    Operation operation = reduction_of(problem, buffer.address, buffer.address);
+    operation.on_devices = std::make_unique<DeviceArrays>();
+    operation.on_devices->devices = job.devices;
+    operation.on_devices->input = operation.on_devices->output = buffer;
+    perform(communicator, operation, CallMode::kSync);
+    const Bytes seen = memory.seen();
+    const auto begin = seen.begin() + static_cast<std::ptrdiff_t>(shift);
+    EXPECT_EQ(Bytes(begin, begin + static_cast<std::ptrdiff_t>(problem.bytes())), problem.expected);
+  });
+  EXPECT_EQ(job.copies(), 2);
+  EXPECT_EQ(job.warnings, std::vector<std::string>());
+}
+
+TEST(DevicePeerMemoryTest, AtMostSixteenRanks) {
+  for (const int size : {16, 17}) {
+    Job job(size);
+    job.group.run([&](Communicator& communicator) {
+      const DeviceArray x = job.array(kCount, 1);
+      run(communicator, allreduce_of(x, x, job.devices));
+      EXPECT_EQ(x.seen(), std::vector<float>(kCount, static_cast<float>(size)));
+    });
+    EXPECT_EQ(job.copies(), size == 16 ? 0 : 17);
+  }
+}
+
+// Then arrays pass in segments, as they did; without a word, as nothing goes another way.
+TEST(DevicePeerMemoryTest, LargerBuffersThatCannotBeHad) {
+  Job job(2);
+  job.group.run([&](Communicator& communicator) {
+    const DeviceArray x = job.array(kCount, 1);
+    const DeviceArray large = job.array(900'000, 1);
+    run(communicator, allreduce_of(x, x, job.devices));
+    run(communicator, barrier_operation());
+    if (communicator.rank() == 1) job.gpu.fail_next("memory_alloc", cuda::kOutOfMemory);
+    run(communicator, barrier_operation());
+    for (const DeviceArray* each : {&large, &x, &large})
+      run(communicator, allreduce_of(*each, *each, job.devices));
+    EXPECT_EQ(large.seen(), std::vector<float>(900'000, 4));
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, 4));
+  });
+  EXPECT_EQ(job.copies(), 0);
+  EXPECT_EQ(job.warnings, std::vector<std::string>());
 }
 
 // A rank that cannot do its part at the start has all pass through the host, then and later.
@@ -219,6 +276,25 @@ TEST(DevicePeerMemoryTest, FailuresOnTheWay) {
       expect_all_raised(outcomes, ErrorKind::kInternal, failed);
     }
   }
+}
+
+// Kernels of the others may still write to the buffers of an operation that has failed.
+TEST(DevicePeerMemoryTest, BuffersOfAFailureServeNeverAgain) {
+  Job job(2);
+  const auto fill = [&](Communicator& communicator, bool fails) {
+    const DeviceArray x = job.array(kCount, 1);
+    run(communicator, barrier_operation());
+    if (fails && communicator.rank() == 1) job.gpu.fail_next("launch_kernel", 1);
+    run(communicator, barrier_operation());
+    run(communicator, allreduce_of(x, x, job.devices));
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, 2));
+  };
+  expect_all_raised(job.group.outcomes([&](Communicator& each) { fill(each, true); }), ErrorKind::kInternal,
+                    "cuLaunchKernel on device 0 failed");
+  const std::size_t blocks = job.gpu.device_blocks();
+  RankGroup next(job.options(2));
+  next.run([&](Communicator& each) { fill(each, false); });
+  EXPECT_EQ(job.gpu.device_blocks(), blocks + 4) << "two arrays and two buffers";
 }
 
 // The buffer of a communicator that is closed serves the next one.

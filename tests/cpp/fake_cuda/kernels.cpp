@@ -51,7 +51,10 @@ void run(int dtype, const peer::ReduceJob& all, std::size_t begin, std::size_t e
   for (unsigned rank = 0; rank < job.ranks; ++rank) {
     const auto* const input = static_cast<const std::byte*>(all.inputs[rank]) + begin * size;
     auto* const output = static_cast<std::byte*>(all.outputs[rank]) + begin * size;
-    if (!is_on_device(input, (end - begin) * size) || !is_on_device(output, (end - begin) * size))
+    const bool is_aligned =
+        (reinterpret_cast<std::uintptr_t>(input) | reinterpret_cast<std::uintptr_t>(output)) % size == 0;
+    if (!is_aligned || !is_on_device(input, (end - begin) * size) ||
+        !is_on_device(output, (end - begin) * size))
       return machine().fail_device(device, kIllegalAddress);
     job.inputs[rank] = machine().view(input);
     job.outputs[rank] = machine().view(output);
