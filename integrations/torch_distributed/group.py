@@ -13,10 +13,12 @@ import torch
 
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
+from multiring.torch.streams import begin_copy_to_host
 from multiring.torch_distributed import old_torch, operations
 from multiring.torch_distributed.arguments import (
     Tensors,
     by_torch_names,
+    listed,
     only,
     only_list,
     op_of,
@@ -199,6 +201,7 @@ class ProcessGroup(GroupBase):
             lambda comm, outs: [operations.gather(comm, outs, only(inputs, what), root)],
             timeout,
             opts,
+            inputs=listed(inputs),
         )
 
     @by_torch_names
@@ -247,7 +250,9 @@ class ProcessGroup(GroupBase):
         def start(_: Communicator, __: Tensors) -> list[Part]:
             self._require_rank(destination, "send")
             payload = as_payload(only(tensors, "send"), "send").contiguous()
-            return [Part(self._messenger.send(payload, destination, tag))]
+            if payload.is_cuda:  # it leaves from a thread that does not know the caller's stream
+                return [Part(self._messenger.send(*begin_copy_to_host(payload), destination, tag))]
+            return [Part(self._messenger.send(payload, None, destination, tag))]
 
         return self._start("send", list, start)
 
@@ -265,7 +270,10 @@ class ProcessGroup(GroupBase):
             if source is not None:
                 self._require_rank(source, "recv")
             target = as_payload(outs[0], "recv")
-            landing = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+            landing = target
+            if target.is_cuda or not target.is_contiguous():
+                pinned = target.is_cuda
+                landing = torch.empty(target.shape, dtype=target.dtype, device="cpu", pin_memory=pinned)
             finish = None if landing is target else lambda _: target.copy_(landing)
             return [Part(self._messenger.receive(landing, source, tag), finish)]
 

@@ -9,6 +9,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -19,9 +20,10 @@ from multiring import errors
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
 from multiring.initialization import adopt, release
-from multiring.torch_distributed import BACKEND, old_torch
+from multiring.torch.streams import cuda_device
+from multiring.torch_distributed import BACKEND, DEVICES, old_torch
 from multiring.torch_distributed.arguments import Tensors, seconds_of
-from multiring.torch_distributed.backend import CpuBackend
+from multiring.torch_distributed.backend import GroupBackend
 from multiring.torch_distributed.failures import as_torch_error, describe_group
 from multiring.torch_distributed.messages import Messenger
 from multiring.torch_distributed.tensors import require_apart, resolved
@@ -115,14 +117,14 @@ class GroupBase(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device(kind) for kind in DEVICES]
 
-    def _get_backend(self, device: torch.device | str) -> CpuBackend:
+    def _get_backend(self, device: torch.device | str) -> GroupBackend:
         kind = torch.device(device).type
-        if kind != "cpu":
-            text = f"no backend for {kind}: the backend 'multiring' takes CPU tensors"
+        if kind not in DEVICES:
+            text = f"no backend for {kind}: the backend 'multiring' takes tensors of {' and '.join(DEVICES)}"
             raise self.explained(UsageError(text, rank=self.comm.rank))
-        return CpuBackend(self, timedelta(seconds=min(self.comm.timeout, _NEVER)))
+        return GroupBackend(self, timedelta(seconds=min(self.comm.timeout, _NEVER)))
 
     name = getBackendName
     _get_backend_name = getBackendName
@@ -144,7 +146,13 @@ class GroupBase(dist.ProcessGroup):
     # Its operations.
 
     def _start(
-        self, what: str, outputs: Outputs, start: Start, *options: Any, deadline: float | None = None
+        self,
+        what: str,
+        outputs: Outputs,
+        start: Start,
+        *options: Any,
+        inputs: Tensors = (),
+        deadline: float | None = None,
     ) -> Any:
         """Submits operations.
 
@@ -154,6 +162,7 @@ class GroupBase(dist.ProcessGroup):
             start: Submits them to a communicator, with memory for these tensors.
             options: Which may have a timeout of the operations: they have to end in it, also those that wait
                 for others, or that run together with others that have more time.
+            inputs: Tensors, where there may be no outputs that tell on which device the operation is.
             deadline: Seconds in which they have to end where there is none.
         """
         timeout = seconds_of(*options)
@@ -162,14 +171,18 @@ class GroupBase(dist.ProcessGroup):
             given = list(outputs())
             for output in given:
                 require_apart(output, what)
-            targets = [resolved(output) for output in given]
-            parts = start(comm, targets)
+            device = cuda_device([*given, *inputs])
+            # Torch exports tensors of the current device alone.
+            with nullcontext() if device is None else torch.cuda.device(device):
+                targets = [resolved(output) for output in given]
+                parts = start(comm, targets)
         except MultiringError as error:
             raise self.explained(error) from error
         copies = [pair for pair in zip(given, targets, strict=True) if pair[0] is not pair[1]]
         if copies and parts:
             parts[-1] = parts[-1].followed_by(lambda: [out.detach().copy_(copy) for out, copy in copies])
-        work = GroupWork(self, parts, given, deadline if timeout is None else timeout)
+        devices = [] if device is None else [device]
+        work = GroupWork(self, parts, given, deadline if timeout is None else timeout, devices)
         if self._coalesced is not None:
             # Those that have ended are let go of: a block that raises has no end that would do it.
             while self._coalesced and self._coalesced[0].is_success():

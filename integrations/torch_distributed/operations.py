@@ -99,7 +99,9 @@ def allgather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor) -> 
     rows, name = source.reshape(1, counts[0]), name_of_bytes(tensor)
     if flat is not None:
         return Part(comm.allgather_async(_apart_from(flat, rows), flat.view(size, counts[0]), name))
-    pending = comm.allgather_async(rows, name=name)
+    # On a device the core would take memory beside Torch's, which is slow.
+    whole = torch.empty((size, counts[0]), dtype=rows.dtype, device=rows.device) if rows.is_cuda else None
+    pending = comm.allgather_async(rows, whole, name)
     return Part(pending, lambda gathered: copy_apart(gathered.reshape(-1), targets))
 
 
