@@ -151,7 +151,7 @@ def join(device: int = -1) -> int:
     by the number of all ranks.
 
     Args:
-        device: Ignored: tensors are on the CPU.
+        device: Ignored: the zeros are on the host, wherever the tensors of other ranks are.
 
     Returns:
         The rank that was the last to join.

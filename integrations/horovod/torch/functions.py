@@ -69,8 +69,21 @@ def broadcast_optimizer_state(
     # travels as an object, which needs none.
     if not optimizer.state:
         _make_state(optimizer)
-    state = broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
+    state = broadcast_object(_on_host(optimizer.state_dict()), root_rank, "optimizer_state")
+    for given, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        for key, value in given.items():
+            if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
+                given[key] = value.to(own[key].device)  # what is loaded of the state goes to its parameter's
     optimizer.load_state_dict(state)
+
+
+def _on_host(state: Any) -> Any:
+    """A state without tensors of a device, which may have another number on another rank."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        return {key: _on_host(value) for key, value in state.items()}
+    return [_on_host(value) for value in state] if isinstance(state, list) else state
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
