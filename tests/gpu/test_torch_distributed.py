@@ -14,9 +14,9 @@ from torch.distributed import distributed_c10d
 
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.torch_distributed.support import with_world
+from tests.adapters.torch_distributed.support import TIMEOUT, shared_store, with_world
 from tests.gpu.late_tensors import Place, assert_same, on_devices
-from tests.on_ranks import refuses
+from tests.on_ranks import on_ranks, refuses
 
 R = dist.ReduceOp
 # As torch 2.13 calls them, or as versions before do.
@@ -307,6 +307,20 @@ def test_objects_and_barriers(comm: Communicator, device: str) -> None:
     assert_same(listed[0], torch.ones(2), Place(device))
     dist.barrier(device_ids=[0])
     group.monitored_barrier()
+
+
+@on_ranks(2)
+def test_a_group_that_is_bound_to_a_device(comm: Communicator) -> None:
+    with shared_store(comm) as store:
+        where = {"store": store, "rank": comm.rank, "world_size": comm.size}
+        dist.init_process_group("multiring", timeout=TIMEOUT, device_id=torch.device("cuda", 0), **where)
+        try:
+            tensor = torch.full((3,), 1.0, device="cuda")
+            dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+            assert tensor.tolist() == [2.0] * 3
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
 
 
 @with_world(2)
