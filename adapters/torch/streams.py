@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from multiring import errors
 
-__all__ = ["CallerWork", "begin_copy_to_host", "cuda_device", "used_here", "wait_for_stream"]
+__all__ = ["CallerWork", "begin_copy_to_host", "used_here", "wait_for_stream"]
 
 # Between looks at what a device has done, in seconds.
 _PAUSE = 50e-6
-
-
-def cuda_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device of the first tensor that lies on one of CUDA's."""
-    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 @functools.cache

@@ -13,7 +13,6 @@ import torch
 
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
-from multiring.torch.streams import begin_copy_to_host
 from multiring.torch_distributed import old_torch, operations
 from multiring.torch_distributed.arguments import (
     Tensors,
@@ -251,6 +250,8 @@ class ProcessGroup(GroupBase):
             self._require_rank(destination, "send")
             payload = as_payload(only(tensors, "send"), "send").contiguous()
             if payload.is_cuda:  # it leaves from a thread that does not know the caller's stream
+                from multiring.torch.streams import begin_copy_to_host  # with it comes the whole adapter
+
                 return [Part(self._messenger.send(*begin_copy_to_host(payload), destination, tag))]
             return [Part(self._messenger.send(payload, None, destination, tag))]
 

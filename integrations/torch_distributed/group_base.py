@@ -20,13 +20,12 @@ from multiring import errors
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
 from multiring.initialization import adopt, release
-from multiring.torch.streams import cuda_device
 from multiring.torch_distributed import BACKEND, DEVICES, old_torch
 from multiring.torch_distributed.arguments import Tensors, seconds_of
 from multiring.torch_distributed.backend import GroupBackend
 from multiring.torch_distributed.failures import as_torch_error, describe_group
 from multiring.torch_distributed.messages import Messenger
-from multiring.torch_distributed.tensors import require_apart, resolved
+from multiring.torch_distributed.tensors import cuda_device, require_apart, resolved
 from multiring.torch_distributed.watchers import Watchers
 from multiring.torch_distributed.work import GroupWork, Part
 

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +21,10 @@ from multiring import errors
 from multiring import messages as core
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError
-from multiring.torch.streams import CallerWork
 from multiring.torch_distributed.watchers import Watchers
+
+if TYPE_CHECKING:
+    from multiring.torch.streams import CallerWork
 
 __all__ = ["Message", "Messenger"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ __all__ = [
     "as_numbers",
     "as_payload",
     "copy_apart",
+    "cuda_device",
     "joined",
     "name_of_bytes",
     "require_apart",
@@ -75,6 +76,11 @@ def as_payload(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """
     plain = _plain(tensor, what)
     return plain if plain.dtype in _KNOWN else plain.view(torch.uint8)
+
+
+def cuda_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The device of the first tensor that lies on one of CUDA's."""
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 def name_of_bytes(tensor: torch.Tensor) -> str | None:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from multiring import errors
 from multiring.errors import MultiringError
-from multiring.torch.streams import CallerWork
 from multiring.torch_distributed import old_torch
 
 if TYPE_CHECKING:
+    from multiring.torch.streams import CallerWork
     from multiring.torch_distributed.group_base import GroupBase
 
 __all__ = ["GroupWork", "Part", "Pending"]
@@ -83,7 +83,7 @@ class GroupWork(dist.Work):
         self._devices = list(devices)
         # What the core writes is complete when it says so; what is copied afterwards has to be made so.
         is_copied = bool(devices) and any(part.finish is not None for part in parts)
-        self._caller = CallerWork(devices[0]) if is_copied else None
+        self._caller = _work_of_caller(devices[0]) if is_copied else None
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._lock = threading.Lock()
         self._ended = False
@@ -217,6 +217,13 @@ class GroupWork(dist.Work):
         with self._lock:
             if not self._ended:
                 self._error, self._ended = error, True
+
+
+def _work_of_caller(device: torch.device) -> CallerWork:
+    # With it comes the whole adapter, which programs without devices need not wait for.
+    from multiring.torch.streams import CallerWork
+
+    return CallerWork(device)
 
 
 class _WorkAsPending:

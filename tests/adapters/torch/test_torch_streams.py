@@ -14,8 +14,8 @@ import torch
 from multiring.errors import TimeoutError
 from multiring.horovod.torch.checks import ordered
 from multiring.torch import streams
-from multiring.torch.streams import CallerWork, cuda_device, used_here, wait_for_stream
-from multiring.torch_distributed.tensors import resolved
+from multiring.torch.streams import CallerWork, used_here, wait_for_stream
+from multiring.torch_distributed.tensors import cuda_device, resolved
 from multiring.torch_distributed.work import GroupWork, Part
 
 DEVICE = torch.device("cuda", 1)
