@@ -99,11 +99,11 @@ void Exchange::require_match(const OperationCall& call) const {
   throw ChoiceMismatch{least, alike};
 }
 
-/// Whether the ranks asked for the same, of which shapes may differ, and would run it differently.
-bool Exchange::differ_in_algorithm_alone() const {
-  const auto key = [this](int peer) {
+bool Exchange::differ_in_choice_alone(bool or_order) const {
+  const auto key = [&](int peer) {
     MatchKey key = descriptor(peer).key;
     key.algorithm = 0;
+    if (or_order) key.order = {};
     return key;
   };
   for (int peer = 1; peer < size(); ++peer)
@@ -134,11 +134,13 @@ void Exchange::throw_mismatch(const OperationCall& call) const {
     text += (first ? "" : "; ") + names_of(ranks) + " asked for " + what;
     first = false;
   }
-  if (differ_in_algorithm_alone()) {
+  if (differ_in_choice_alone(false)) {
     text = "the ranks of communicator '" + communicator_ + "' would run " +
            describe_request(call.descriptor) +
            " by different algorithms. All ranks need the same tuning, mode and settings: compare "
            "MULTIRING_TUNING, MULTIRING_MODE and MULTIRING_STAGING_BYTES";
+  } else if (differ_in_choice_alone(true)) {
+    text += ". All ranks need the same order of additions: compare MULTIRING_ORDER and the arguments `order`";
   } else {
     if (asked.size() == 1) text += " (names alike at the start, but different in all their length)";
     text +=

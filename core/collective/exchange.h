@@ -133,7 +133,9 @@ class MULTIRING_API Exchange {
   void synchronise_again(const OperationCall& call);
   void require_match(const OperationCall& call) const;
   bool all_match() const;
-  bool differ_in_algorithm_alone() const;
+  /// Whether the ranks asked for the same, of which shapes may differ, and would run it differently;
+  /// `or_order`: or add in different orders.
+  bool differ_in_choice_alone(bool or_order) const;
   [[noreturn]] void throw_timeout(const OperationCall& call) const;
   [[noreturn]] void throw_not_forwarded(const OperationCall& call, const Stragglers& missing) const;
   [[noreturn]] void throw_lost(const OperationCall& call, const WaitResult& result) const;

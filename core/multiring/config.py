@@ -148,6 +148,7 @@ def _line(text: str) -> str:
 
 
 def _mode(text: str) -> str:
+    _line(text)
     try:
         from multiring import _core
     except ImportError:

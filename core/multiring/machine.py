@@ -71,6 +71,9 @@ def core_allowance(root: Path = Path("/")) -> int:
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
+_CACHED = ("inactive_file", "active_file", "slab_reclaimable")  # of memory.stat
+
+
 def memory_total(root: Path = Path("/")) -> int | None:
     """Bytes of memory of the machine."""
     return _meminfo("MemTotal", root)
@@ -80,15 +83,15 @@ def memory_available(root: Path = Path("/")) -> int | None:
     """Bytes that processes can still take, by the machine and by control groups; None where none tells."""
     found = [_meminfo("MemAvailable", root)]
     for directory in _groups("memory", root):
-        for most, used, cached in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for most, used, of_all in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             limit, taken = _text(directory / most), _text(directory / used)
             if limit.isdigit() and taken.isdigit():
                 # What is cached of files counts as used, and gives way.
-                free = int(limit) - int(taken) + (_counter(directory / "memory.stat", cached) or 0)
-                found.append(max(0, free))
+                cached = (_counter(directory / "memory.stat", of_all + field) or 0 for field in _CACHED)
+                found.append(max(0, int(limit) - int(taken) + sum(cached)))
     return min((each for each in found if each is not None), default=None)
 
 

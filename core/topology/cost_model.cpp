@@ -69,24 +69,23 @@ StepCost price_step(const StepLoad& load, double beyond_burst, const Cluster& cl
   return cost;
 }
 
-/// Seconds that the busiest link of all steps sends or receives; what all hosts share is one.
-double busiest_link(const PlanLoad& load, double beyond_burst, const Cluster& cluster,
-                    const CostModel& model) {
+/// Of the link that sends or receives the most in all steps, in bytes, or in what `of_byte(step)` makes of
+/// one.
+template <class OfByte>
+double busiest_link(const PlanLoad& load, const OfByte& of_byte) {
   std::vector<LinkLoad> busy;
-  double shared = 0.0;
   for (const StepLoad& step : load) {
     if (!step.across_hosts()) continue;
-    shared += step.all_bytes / model.shared_bytes_per_second;
     busy.resize(std::max(busy.size(), step.links.size()));
-    const double speed = link_of(step, cluster, model).bytes_per_second;
+    const double each = of_byte(step);
     for (std::size_t link = 0; link < step.links.size(); ++link) {
-      busy[link].sent += step.links[link].sent / speed;
-      busy[link].received += step.links[link].received / speed;
+      busy[link].sent += step.links[link].sent * each;
+      busy[link].received += step.links[link].received * each;
     }
   }
   double most = 0.0;
   for (const LinkLoad& link : busy) most = std::max({most, link.sent, link.received});
-  return beyond_burst * most + shared;
+  return most;
 }
 
 }  // namespace
@@ -115,11 +114,16 @@ double PlanCost::seconds(std::size_t segments) const {
 PlanCost price(const PlanLoad& load, const Cluster& cluster, const CostModel& model) {
   validate(model);
   PlanCost cost;
-  double bytes = 0.0;
-  for (const StepLoad& step : load) bytes += step.link_bytes;
-  const double beyond_burst = model.beyond_burst(bytes);
-  for (const StepLoad& step : load) cost.steps.push_back(price_step(step, beyond_burst, cluster, model));
-  cost.busiest_link = busiest_link(load, beyond_burst, cluster, model);
+  // Each link lets a burst pass.
+  const double beyond_burst =
+      model.beyond_burst(busiest_link(load, [](const StepLoad& /*step*/) { return 1.0; }));
+  cost.busiest_link = beyond_burst * busiest_link(load, [&](const StepLoad& step) {
+                        return 1.0 / link_of(step, cluster, model).bytes_per_second;
+                      });
+  for (const StepLoad& step : load) {
+    cost.steps.push_back(price_step(step, beyond_burst, cluster, model));
+    cost.busiest_link += step.all_bytes / model.shared_bytes_per_second;  // all hosts share one
+  }
   return cost;
 }
 

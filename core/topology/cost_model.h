@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <limits>
 #include <span>
@@ -37,8 +39,14 @@ struct CostModel {
   /// slower switch); further dimensions have the interfaces'.
   std::vector<LinkCost> dimensions;
 
-  /// The part of so many bytes that takes a link its time: hardly any of few, all but a burst of many.
-  double beyond_burst(double bytes) const { return bytes > 0.0 ? bytes / (bytes + burst_bytes) : 1.0; }
+  /// The part of so many bytes that takes a link its time: hardly any of less than a burst, all but a burst
+  /// of more. Between them it is a curve, for the fit of costs needs slopes: the fourth power follows what
+  /// token buckets do the closest of those tried.
+  double beyond_burst(double bytes) const {
+    if (!(bytes > 0.0)) return 1.0;
+    const double bursts = std::min(burst_bytes / bytes, 1e9);  // of more nothing is left in a double
+    return std::sqrt(std::hypot(1.0, bursts * bursts)) - bursts;
+  }
   /// Seconds for which losses hold up what has bytes wait for one host. Those of pieces that are on their way
   /// at once are noticed at once.
   double held_up(const QueueLoad& queue) const {

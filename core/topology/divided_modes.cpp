@@ -15,7 +15,12 @@ namespace {
 class HostDimensions {
  public:
   HostDimensions(const Cluster& cluster, std::size_t bytes, const CostModel& model)
-      : cluster_(cluster), model_(model), bytes_(static_cast<double>(bytes)) {}
+      : cluster_(cluster), model_(model), bytes_(static_cast<double>(bytes)) {
+    // A link lets one burst pass in all dimensions, through which it passes about as much as in a single one.
+    const auto hosts = static_cast<double>(cluster.host_count());
+    beyond_burst_ = model.beyond_burst(2.0 * bytes_ * (hosts - 1.0) / hosts);
+    model_.burst_bytes = 0.0;
+  }
 
   /// The quickest of at most so many, if they are clearly quicker than a single one; else none.
   std::vector<int> best(std::size_t most) {
@@ -58,8 +63,9 @@ class HostDimensions {
     load.link_messages = messages * static_cast<double>(largest.ranks.size());
     load.all_messages = messages * static_cast<double>(cluster_.size());
     // Sums on the way there, results on the way back.
-    load.link_bytes = bytes_ / block / size * (size - 1) * (static_cast<double>(parts(block)) + 1.0);
-    load.all_bytes = load.link_bytes * cluster_.host_count();
+    const double link_bytes = bytes_ / block / size * (size - 1) * (static_cast<double>(parts(block)) + 1.0);
+    load.link_bytes = beyond_burst_ * link_bytes;
+    load.all_bytes = link_bytes * cluster_.host_count();
     const StepCost cost = price(PlanLoad{load}, cluster_, model_).steps.front();
     return cost.latency + cost.interface_messages + cost.wire + cost.messages;
   }
@@ -81,8 +87,9 @@ class HostDimensions {
   }
 
   const Cluster& cluster_;
-  const CostModel& model_;
+  CostModel model_;
   double bytes_;
+  double beyond_burst_ = 1.0;
   std::vector<int> best_;
   double least_ = 0.0;
   std::map<int, std::size_t> parts_;  // by hosts of a block

@@ -75,14 +75,16 @@ def test_memory_that_is_free_is_the_least_of_machine_and_groups(tmp_path: Path) 
     version_2 = {
         "a/memory.max": "500000000\n",
         "a/memory.current": "300000000\n",
-        "a/memory.stat": "anon 1\ninactive_file 50000000\n",
+        "a/memory.stat": "anon 1\ninactive_file 20000000\nactive_file 25000000\nslab_reclaimable 5000000\n",
         "a/b/memory.max": "max\n",
         "a/b/memory.current": "1\n",
     }
     version_1 = {"memory/memory.limit_in_bytes": "700000\n", "memory/memory.usage_in_bytes": "800000\n"}
+    cached = {"memory/memory.stat": "active_file 1\ntotal_inactive_file 100000\ntotal_active_file 50000\n"}
     for version, groups, expected in (
         (V2, version_2, 250_000_000),
         (V1, version_1, 0),
+        (V1, version_1 | cached, 50_000),
         (V2, {}, 614_400_000),
     ):
         root = limited(tmp_path / str(expected), version | {"proc/meminfo": free}, groups)

@@ -38,6 +38,9 @@ RoundLoad::RoundLoad(const Cluster& cluster, int publisher)
     }
     rank_parts_ = std::max(rank_parts_, parts);
   }
+  std::map<Link, std::size_t> all;
+  for (const auto& step : steps_)
+    for (const auto& [link, sent] : step) link_parts_ = std::max(link_parts_, all[link] += sent.parts);
   for (const HostBytes& step : received) queued_parts_.push_back(by_switch ? std::ranges::max(step) : 0.0);
 }
 
@@ -47,11 +50,11 @@ std::size_t RoundLoad::Sent::messages_each(std::size_t bytes) const {
   return is_combined ? 1 : 1 + most_parts;
 }
 
-double RoundLoad::Sent::seconds(std::size_t bytes, std::size_t rounds, double bytes_per_second,
+double RoundLoad::Sent::seconds(std::size_t bytes, double beyond_burst, double bytes_per_second,
                                 const CostModel& model) const {
   const auto each = static_cast<double>(messages_each(bytes));
   const double sent = static_cast<double>(parts) * static_cast<double>(bytes);
-  return std::max({model.beyond_burst(sent * static_cast<double>(rounds)) * sent / bytes_per_second,
+  return std::max({beyond_burst * sent / bytes_per_second,
                    static_cast<double>(most_messages) * each * model.message_seconds,
                    static_cast<double>(messages) * each * model.interface_message_seconds});
 }
@@ -63,13 +66,15 @@ double RoundLoad::seconds(std::size_t bytes, std::size_t taken, std::size_t roun
     if (host.ranks.size() > 1) seconds = std::max(seconds, 2 * host.memory.latency);
   for (const double queued : queued_parts_)
     seconds += model.held_up({queued * static_cast<double>(bytes), 1.0});
+  const double beyond_burst = model.beyond_burst(static_cast<double>(link_parts_) *
+                                                 static_cast<double>(bytes) * static_cast<double>(rounds));
   for (const auto& step : steps_) {
     double sending = 0.0;
     double all_messages = 0.0;
     double all_bytes = 0.0;
     for (const auto& [link, sent] : step) {
-      sending = std::max(
-          sending, sent.seconds(bytes, rounds, crossing_speed(cluster.hosts[link.first], model), model));
+      sending = std::max(sending, sent.seconds(bytes, beyond_burst,
+                                               crossing_speed(cluster.hosts[link.first], model), model));
       all_messages += static_cast<double>(sent.messages * sent.messages_each(bytes));
       all_bytes += static_cast<double>(sent.parts) * static_cast<double>(bytes);
     }

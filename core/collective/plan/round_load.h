@@ -36,7 +36,7 @@ class MULTIRING_API RoundLoad {
     std::size_t most_parts = 0;     ///< of one message
 
     std::size_t messages_each(std::size_t bytes) const;
-    double seconds(std::size_t bytes, std::size_t rounds, double bytes_per_second,
+    double seconds(std::size_t bytes, double beyond_burst, double bytes_per_second,
                    const CostModel& model) const;
   };
   using Link = std::pair<std::size_t, int>;  // a host, and the neighbour; or -1: all others, by a switch
@@ -44,6 +44,7 @@ class MULTIRING_API RoundLoad {
   std::vector<std::map<Link, Sent>> steps_;
   std::vector<double> queued_parts_;  // of ranks, by step: what waits for one host
   std::size_t rank_parts_ = 0;
+  std::size_t link_parts_ = 0;  // that one link passes in all steps
   std::size_t publishers_ = 0;
 };
 

@@ -272,13 +272,13 @@ void TcpNetwork::add_attempts(int rank, int channel, std::list<ConnectAttempt>& 
   });
   const auto stripes = static_cast<std::int32_t>(pairs.size()) * each;
   std::int32_t stripe = 0;
-  for (const AddressPair& pair : pairs) {
-    const InterfaceAddress& from = own_.addresses[pair.client];
-    const InterfaceAddress& to = theirs[pair.server];
-    const std::uint32_t weight = speeds_known ? std::min(from.megabits, to.megabits) : 1;
-    for (int i = 0; i < each; ++i, ++stripe) {
+  for (int i = 0; i < each; ++i) {
+    for (const AddressPair& pair : pairs) {  // connections that follow each other are of different interfaces
+      const InterfaceAddress& from = own_.addresses[pair.client];
+      const InterfaceAddress& to = theirs[pair.server];
+      const std::uint32_t weight = speeds_known ? std::min(from.megabits, to.megabits) : 1;
       const ConnectionInfo info{options_.rank, rank,    options_.size, channel,
-                                stripe,        stripes, weight,        settings_};
+                                stripe++,      stripes, weight,        settings_};
       // Those of an earlier attempt stay.
       const bool made = !control && has_connection(info, rank);
       if (!made && !is_connecting(info)) attempts.push_back({info, from, to});

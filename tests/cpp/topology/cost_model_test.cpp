@@ -61,10 +61,35 @@ TEST(CostModel, ABurstPassesAtOnce) {
   const auto seconds = [&](std::size_t bytes, const CostModel& model) {
     return predict(Plan(gigabit(2, 1), options_for("1px2p", bytes / sizeof(float))), model);
   };
-  constexpr std::size_t kFew = 16'000;
+  constexpr std::size_t kFew = 64'000;
   constexpr std::size_t kMany = 64'000'000;
-  EXPECT_LT(seconds(kFew, bursty), 0.1 * seconds(kFew, network_only()));
+  EXPECT_LT(seconds(kFew, bursty), 0.01 * seconds(kFew, network_only()));
   EXPECT_NEAR(seconds(kMany, bursty), seconds(kMany, network_only()) - 256e3 / kGigabit, 2e-5);
+  double before = 0.0;
+  for (const double bytes : {1.0, 1e3, 1e5, 2.56e5, 1e6, 1e9, 1e18}) {
+    const double part = bursty.beyond_burst(bytes);
+    EXPECT_GE(part, before) << bytes;
+    EXPECT_LE(part, 1.0) << bytes;
+    before = part;
+  }
+  bursty.burst_bytes = 1e300;
+  EXPECT_EQ(bursty.beyond_burst(1.0), 0.0);
+  bursty.burst_bytes = 0.0;
+  EXPECT_EQ(bursty.beyond_burst(5.0), 1.0);
+  EXPECT_EQ(bursty.beyond_burst(0.0), 1.0);
+}
+
+TEST(CostModel, EachLinkLetsOneBurstPassInAllSteps) {
+  CostModel bursty = network_only();
+  bursty.burst_bytes = 256e3;
+  const auto part = [&](const Cluster& cluster, const char* mode) {
+    const Plan plan(cluster, options_for(mode, 200'000 / sizeof(float)));
+    return predict(plan, bursty) / predict(plan, network_only());
+  };
+  // Of a tree of two hosts each link passes the array once in each direction.
+  EXPECT_NEAR(part(gigabit(2, 1), "1px2t"), bursty.beyond_burst(200e3), 1e-3);
+  // In halves the first host of four sends it twice.
+  EXPECT_NEAR(part(gigabit(4, 1), "1px4t"), bursty.beyond_burst(400e3), 1e-3);
 }
 
 TEST(CostModel, WhatSeveralSendToOneMayBeLost) {
@@ -220,8 +245,10 @@ TEST(PlanOptions, HaveAnEndForManyDimensions) {
 }
 
 /// The dimensions in which `bytes` cross hosts, at a message for each rank and other ones of a host.
-std::string divided(const std::vector<int>& ranks, std::size_t bytes, double message_seconds = 5e-6) {
+std::string divided(const std::vector<int>& ranks, std::size_t bytes, double message_seconds = 5e-6,
+                    double burst_bytes = 0.0) {
   CostModel model;
+  model.burst_bytes = burst_bytes;
   model.message_seconds = message_seconds;
   std::string text;
   for (const Mode& mode : divided_modes(make_cluster(ranks, {{10 * kGigabit, 20e-6}}), bytes, model))
@@ -237,6 +264,7 @@ TEST(DividedModes, FollowFromWhatMessagesCost) {
   EXPECT_EQ(divided(hosts(4), 1024, 50e-6), "1x2x2");
   EXPECT_EQ(divided(hosts(16), 1024), "1x4x4");
   EXPECT_EQ(divided(hosts(16), 4 << 20), "") << "the bytes decide, and they are the same";
+  EXPECT_EQ(divided(hosts(16), 4 << 20, 5e-6, 64e6), "1x4x4") << "they pass at once";
   EXPECT_EQ(divided(hosts(64), 1024), "1x8x8 1x4x4x4");
   EXPECT_EQ(divided(hosts(64), 512 << 10), "1x8x8 1x4x4x4");
   EXPECT_EQ(divided(hosts(37, 4), 1024), "") << "no sizes to divide them by";

@@ -283,6 +283,40 @@ TEST(ConnectionBalance, ShortMessagesGoOverAllLinksInTurn) {
   EXPECT_EQ(backlogs[2], 0u);
 }
 
+TEST(ConnectionBalance, ShortMessagesToDifferentPeersGoOverDifferentLinks) {
+  std::vector<StripeRange> ranges;
+  std::vector<std::size_t> messages(3, 0);
+  for (std::size_t peer = 0; peer < 7; ++peer) {
+    ConnectionBalance balance(3, 4096, peer);
+    balance.divide(1000, std::vector<std::size_t>{0, 0, 0}, ranges);
+    ASSERT_EQ(ranges.size(), 1u);
+    ++messages[ranges[0].stripe];
+    std::vector<std::size_t> busy{0, 0, 0};
+    busy[ranges[0].stripe] = 1000;
+    const std::size_t before = ranges[0].stripe;
+    balance.divide(1000, busy, ranges);
+    EXPECT_NE(ranges[0].stripe, before) << "it is busy";
+  }
+  EXPECT_EQ(messages, (std::vector<std::size_t>{3, 2, 2}));
+}
+
+TEST(ConnectionBalance, ShortMessagesGoWhereTheyAreDoneFirst) {
+  std::vector<StripeRange> ranges;
+  const auto connection = [&](std::size_t bytes, const std::vector<std::size_t>& backlogs,
+                              std::uint32_t speed) {
+    ConnectionBalance balance(2, 64 * 1024, 1);
+    balance.set_weight(0, 1000);
+    balance.set_weight(1, speed);
+    balance.divide(bytes, backlogs, ranges);
+    return ranges[0].stripe;
+  };
+  EXPECT_EQ(connection(1000, {0, 0}, 500), 0u) << "the other one is slower";
+  EXPECT_EQ(connection(1000, {0, 0}, 990), 1u) << "as fast, as far as can be measured";
+  EXPECT_EQ(connection(16 << 10, {1000, 0}, 500), 0u) << "done first though it begins later";
+  EXPECT_EQ(connection(1000, {16 << 10, 0}, 500), 1u);
+  EXPECT_EQ(connection(0, {0, 0}, 500), 0u);
+}
+
 TEST(ConnectionBalance, BusyLinksGetLess) {
   std::vector<StripeRange> ranges;
   ConnectionBalance balance(2, 4096);

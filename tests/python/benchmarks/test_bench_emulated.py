@@ -15,6 +15,7 @@ import pytest
 from multiring import machine
 from multiring.benchmarks.emulation.capacity import why_too_many
 from multiring.benchmarks.emulation.hosts import why_not
+from multiring.cli import main
 from tests.python.benchmarks.test_bench import bench, measured
 from tests.python.benchmarks.test_bench_launch import MPICH
 from tests.support import Job, Stopwatch, executable, wait_until
@@ -96,7 +97,7 @@ def test_nothing_is_left_of_emulated_hosts_when_a_signal_ends_the_bench(number: 
 
 @pytest.mark.parametrize("processors", [1, 2, 64])
 def test_ranks_that_this_machine_does_not_carry_are_refused(processors: int) -> None:
-    carried, plenty = 16 * processors, 1 << 50
+    carried, plenty = 64 * processors, 1 << 50
     assert why_too_many(carried, 1 << 20, processors, plenty) is None
     assert why_too_many(carried, 1 << 20, processors, None) is None
     for ranks in (carried + 1, 9801, 2 * 99999):
@@ -106,18 +107,35 @@ def test_ranks_that_this_machine_does_not_carry_are_refused(processors: int) -> 
             assert (
                 f"{ranks} ranks are too many for this machine, which carries {carried}: {carried} on " in why
             )
-    each = 512 << 20  # of a rank with arrays of 64 MiB
-    assert why_too_many(16, 64 << 20, processors, 16 * each) is None
-    why = why_too_many(16, 64 << 20, processors, 16 * each - 1)
+    each = 512 << 20  # of a rank with four arrays of 64 MiB
+    assert why_too_many(16, 256 << 20, processors, 16 * each) is None
+    why = why_too_many(16, 256 << 20, processors, 16 * each - 1)
     assert why is not None
     assert "carries 15: " in why
     assert "and 15 in 8 GiB of free memory (512 MiB for each)" in why
     assert "carries 0: " in (why_too_many(2, 4, processors, 0) or "")
 
 
+@pytest.mark.parametrize(
+    ("words", "each"),
+    [
+        ("allreduce --peers none --sizes 64MiB", "384 MiB"),
+        ("allreduce --peers gloo,mpi --sizes 1KiB,64MiB --modes 1x2p,1x2r --comm-dtype float16", "704 MiB"),
+        ("collectives --peers gloo,mpi --sizes 64MiB", "704 MiB"),
+        ("gradients", "1.25 GiB"),
+    ],
+)
+def test_arrays_count_by_contender(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, each: str
+) -> None:
+    monkeypatch.setattr(machine, "memory_available", lambda: 1 << 20)
+    assert main(["bench", *words.split(), "--emulate", "2x1"]) == 2
+    assert f"({each} for each)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("benchmark", ["allreduce", "gradients"])
 def test_they_are_refused_before_anything_starts(tmp_path: Path, benchmark: str) -> None:
-    layout = f"2x{8 * machine.core_allowance() + 1}"
+    layout = f"2x{32 * machine.core_allowance() + 1}"
     # Without the programs that make hosts: none could be made.
     words = [sys.executable, "-m", "multiring", "bench", benchmark, "--emulate", layout]
     done = Job(words, env={"PATH": str(tmp_path)}).run(code=2)

@@ -114,5 +114,9 @@ def test_another_order_of_a_rank_is_an_error(nursery: Nursery, by_name: bool) ->
     """Also on one host, where it changes no bit: there would be no error before the job runs on several."""
     for outcome in nursery.run(3, in_the_order_of_the_job, by_name, init=False):
         outcome.check_raised(
-            MismatchError, "sum float64[3]", "rank 1 asked for ", "sum in any order float64[3]"
+            MismatchError,
+            "sum float64[3]",
+            "rank 1 asked for ",
+            "sum in any order float64[3]",
+            "compare MULTIRING_ORDER and the arguments",
         )

@@ -26,6 +26,7 @@ class Guard:
     """Handle of the process that ends what is left of a job (see guardian.py)."""
 
     def __init__(self, job_id: str, directory: Path) -> None:
+        self._patience = _GUARD_SECONDS
         reading, self._writing = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -53,10 +54,11 @@ class Guard:
             self._writing = -1
 
     def join(self) -> None:
-        """Waits until it has done so; one that takes long goes on without us."""
+        """Waits until it has done so; one that takes long goes on without us, and is waited for once."""
         self.finish()
+        patience, self._patience = self._patience, 0.0
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GUARD_SECONDS)
+            self._process.wait(patience)
 
 
 @contextlib.contextmanager

@@ -21,48 +21,89 @@ _TRY_SECONDS = 5.0  # in which none of them ends
 _ALL_SECONDS = 60.0  # however many do: one may start others again and again
 
 
-def processes_of_job(mark: bytes, sessions: set[int]) -> list[int]:
-    """Living processes, zombies left out, with `mark` in their environment or in one of `sessions`.
+class JobProcesses:
+    """The living processes of a job, zombies left out.
 
-    None where /proc is not mounted (a container): then those alone are ended that the launcher knows.
+    A session in which two looks see none, nor a zombie, is taken to have ended: its number may be given to
+    another one. A zombie holds the number, as ranks do for their launcher.
+
+    Args:
+        mark: What they have in their environment.
+        sessions: Or the numbers of the sessions that they are in.
     """
-    found: list[int] = []
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        return found
-    for name in names:
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
+
+    def __init__(self, mark: bytes, sessions: set[int]) -> None:
+        self._mark = mark
+        self._sessions = sessions
+        self._missed: set[int] = set()  # in the last look
+
+    def look(self) -> list[int]:
+        """Their process ids.
+
+        None where /proc is not mounted (a container): then those alone are ended that the launcher knows.
+        """
+        found: list[int] = []
+        seen: set[int] = set()
+        is_complete = True
         try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
-            if state in (b"Z", b"X"):
+            names = os.listdir("/proc")
+        except OSError:
+            return found
+        for name in names:
+            if not name.isdigit() or int(name) == os.getpid():
                 continue
-            if int(session) not in sessions:
-                with open(f"/proc/{name}/environ", "rb") as file:
-                    if mark not in file.read().split(b"\0"):
-                        continue
-        except (OSError, ValueError):
-            continue  # gone meanwhile, or another user's
-        found.append(int(name))
-    return found
+            try:
+                state, session = _state_and_session(name)
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # gone meanwhile
+            except (OSError, ValueError):
+                is_complete = False
+                continue
+            seen.add(session)
+            if state not in (b"Z", b"X") and (session in self._sessions or self._has_mark(name)):
+                found.append(int(name))
+        missed = self._sessions - seen if is_complete else set()
+        self._sessions = self._sessions - (missed & self._missed)
+        self._missed = missed
+        return found
+
+    def _has_mark(self, name: str) -> bool:
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                return self._mark in file.read().split(b"\0")
+        except OSError:
+            return False  # gone meanwhile, or another user's
+
+
+def _state_and_session(name: str) -> tuple[bytes, int]:
+    with open(f"/proc/{name}/stat", "rb") as file:
+        state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+    return state, int(session)
 
 
 def end_processes(mark: bytes, sessions: set[int]) -> None:
-    """Kills every process of the job until none is left."""
-    began = progress = time.monotonic()
-    left: set[int] = set()
-    while found := processes_of_job(mark, sessions):
-        now = time.monotonic()
-        if left - set(found):  # of thousands the last one ends late
-            progress = now
-        if now - progress > _TRY_SECONDS or now - began > _ALL_SECONDS:
-            return
-        left = set(found)
+    """Kills every process of the job until none is left, or those that are do not end."""
+    job = JobProcesses(mark, sessions)
+    began: float | None = None
+    progress = 0.0
+    killed: set[int] = set()
+    left: set[int] = set()  # of those
+    while found := job.look():
+        here: set[int] = set()
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+                here.add(pid)
+        # To look for them takes long where there are many.
+        now = time.monotonic()
+        if began is None:
+            began = progress = now
+        if here - killed or left - here:  # of thousands the last one ends late
+            progress = now
+        killed |= here
+        left = here
+        if now - progress > _TRY_SECONDS or now - began > _ALL_SECONDS:
+            return
         time.sleep(0.005)
 
 

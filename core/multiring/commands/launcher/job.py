@@ -266,7 +266,7 @@ class _Job:
     def _start_ranks(self) -> ProgramError | None:
         for number in range(self._options.ranks):
             # Many ranks take long to start. What runs on other hosts has to be known to be ended.
-            if not self._options.remote_hosts and self._signals.is_to_end():
+            if not self._options.remote_hosts and self._supervisor.is_to_end():
                 break
             try:
                 rank = self._start(number, self._piped)

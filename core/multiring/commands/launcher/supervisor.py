@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import time
@@ -104,6 +105,12 @@ def passed_on_signals() -> Iterator[ArrivedSignals]:
         yield signals
 
 
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 class Supervisor:
     """Runs the loop.
 
@@ -145,6 +152,7 @@ class Supervisor:
         self._ending = False
         self._draining = False
         self._over = False
+        self._caller: int | None = None
         self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # by name: when, what
         selector.register(signals.descriptor, selectors.EVENT_READ, self._on_signals)
 
@@ -156,7 +164,10 @@ class Supervisor:
         """
         if timeout is not None:
             self.after(timeout, "time limit", lambda: self.end(Outcome.TIMED_OUT))
-        self._on_signals()  # those that came while the ranks were started
+        # What came while the ranks were started.
+        if self._caller is not None and _is_readable(self._caller):
+            self._on_message(self._caller)
+        self._on_signals()
         while not self._over:
             self._outputs.before_wait()
             if self._outputs.reader_is_gone:
@@ -178,7 +189,12 @@ class Supervisor:
 
     def obey(self, descriptor: int) -> None:
         """Takes numbers of signals from a connection, one byte each; that it closes counts as SIGTERM."""
+        self._caller = descriptor
         self._selector.register(descriptor, selectors.EVENT_READ, partial(self._on_message, descriptor))
+
+    def is_to_end(self) -> bool:
+        """Before `run`: whether a signal or the connection will end the job."""
+        return self._signals.is_to_end() or (self._caller is not None and _is_readable(self._caller))
 
     def after(self, seconds: float, name: str, act: Callable[[], None]) -> None:
         """Calls `act` once so many seconds from now, unless the ranks have ended before; a name has one."""

@@ -284,7 +284,10 @@ def _rows(
             f"--mode {args.mode} is for allreduces: MULTIRING_MODE forces no {collective.name} of one host"
         )
     if not named:
-        _refuse(f"{collective.name} has no {args.mode} here: leave --mode out, or see --explain")
+        quickest = [row.name for row in rows if row.name.startswith(_ALLREDUCE_OF)]
+        is_of_those = bool(quickest) and mode.startswith(_ALLREDUCE_OF)
+        listed = f"; of allreduces the table has the quickest, {quickest[0]}" if is_of_those else ""
+        _refuse(f"{collective.name} has no {args.mode} here: leave --mode out, or see --explain{listed}")
     return named
 
 

@@ -1,6 +1,7 @@
 #include "transport/tcp/connections/connection_balance.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace multiring::tcp {
 namespace {
@@ -14,11 +15,16 @@ constexpr double kNewShare = 0.5;             // of a measurement in the average
 constexpr double kMinShare = 1.0 / 64.0;
 // Less is not worth a frame.
 constexpr double kMinStripe = 4096;  // bytes
+// Of the time of a short message: measured speeds of equal links differ by less.
+constexpr double kAsSoon = 0.25;
 
 }  // namespace
 
-ConnectionBalance::ConnectionBalance(std::size_t connections, std::size_t stripe_threshold)
-    : stripe_threshold_(stripe_threshold), weights_(connections, 1.0), shares_(connections, 0.0) {}
+ConnectionBalance::ConnectionBalance(std::size_t connections, std::size_t stripe_threshold, std::size_t first)
+    : stripe_threshold_(stripe_threshold),
+      first_(first),
+      weights_(connections, 1.0),
+      shares_(connections, 0.0) {}
 
 void ConnectionBalance::set_weight(std::size_t connection, std::uint32_t weight) {
   if (!fixed_ && !measured_) weights_[connection] = weight;
@@ -34,7 +40,7 @@ void ConnectionBalance::divide(std::size_t bytes, std::span<const std::size_t> b
   ranges.clear();
   divided_ += static_cast<double>(bytes);
   if (weights_.size() == 1 || bytes < stripe_threshold_) {
-    ranges.push_back({weights_.size() == 1 ? 0 : first_free(backlogs), 0, bytes});
+    ranges.push_back({weights_.size() == 1 ? 0 : soonest(bytes, backlogs), 0, bytes});
     return;
   }
   if (fixed_) return divide_into_stripes(bytes, weights_, ranges);
@@ -42,17 +48,19 @@ void ConnectionBalance::divide(std::size_t bytes, std::span<const std::size_t> b
   divide_into_stripes(bytes, shares_, ranges);
 }
 
-std::size_t ConnectionBalance::first_free(std::span<const std::size_t> backlogs) const {
-  std::size_t best = 0;
-  double soonest = -1.0;
-  for (std::size_t connection = 0; connection < weights_.size(); ++connection) {
-    if (weights_[connection] <= 0) continue;
-    const double free = static_cast<double>(backlogs[connection] + 1) / weights_[connection];
-    if (soonest >= 0 && free >= soonest) continue;
-    soonest = free;
-    best = connection;
-  }
-  return best;
+std::size_t ConnectionBalance::soonest(std::size_t bytes, std::span<const std::size_t> backlogs) const {
+  const auto message = static_cast<double>(std::max<std::size_t>(bytes, 1));
+  const auto done = [&](std::size_t connection) {
+    return (static_cast<double>(backlogs[connection]) + message) / weights_[connection];
+  };
+  double least = std::numeric_limits<double>::infinity();
+  for (std::size_t connection = 0; connection < weights_.size(); ++connection)
+    if (weights_[connection] > 0) least = std::min(least, done(connection));
+  const double until = least + kAsSoon * message / std::ranges::max(weights_);
+  std::size_t connection = first_ % weights_.size();
+  while (!(weights_[connection] > 0 && done(connection) <= until))
+    connection = (connection + 1) % weights_.size();
+  return connection;
 }
 
 // Water-filling: connections whose backlog takes longer than all that the others get receive nothing.

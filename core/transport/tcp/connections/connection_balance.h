@@ -22,8 +22,9 @@ ConnectionProgress progress_of(int socket);
 /// was something to send. The backlogs correct for inexact speeds.
 class MULTIRING_API ConnectionBalance {
  public:
-  /// Messages below `stripe_threshold` go over one connection.
-  ConnectionBalance(std::size_t connections, std::size_t stripe_threshold);
+  /// Messages below `stripe_threshold` go over one connection: of those that would be done about as soon as
+  /// any, over `first` or the next one.
+  ConnectionBalance(std::size_t connections, std::size_t stripe_threshold, std::size_t first = 0);
 
   void set_weight(std::size_t connection, std::uint32_t weight);
   /// No measurement changes them any more. One for each connection, not all 0.
@@ -39,11 +40,12 @@ class MULTIRING_API ConnectionBalance {
   void measure(double now, std::span<const ConnectionProgress> progress);
 
  private:
-  std::size_t first_free(std::span<const std::size_t> backlogs) const;
+  std::size_t soonest(std::size_t bytes, std::span<const std::size_t> backlogs) const;
   /// Sets `shares_`, in bytes.
   void water_fill(std::size_t bytes, std::span<const std::size_t> backlogs);
 
   std::size_t stripe_threshold_;
+  std::size_t first_;
   bool fixed_ = false;
   bool measured_ = false;
   std::vector<double> weights_;  // in bytes per second, once measured

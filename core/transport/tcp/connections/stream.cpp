@@ -15,7 +15,8 @@ TcpStream::TcpStream(int rank, int peer, int channel, std::size_t stripes)
       peer_(peer),
       channel_(channel),
       connections_(stripes),
-      balance_(stripes, kStripeThreshold) {}
+      // Ranks of one host that send at once, and messages to several peers, spread over the interfaces.
+      balance_(stripes, kStripeThreshold, static_cast<std::size_t>(peer)) {}
 
 DataConnection& TcpStream::add_connection(std::size_t stripe, std::uint32_t weight, Descriptor socket,
                                           ConnectionObserver& observer) {
