@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from multiring import errors
 from multiring.communicator import Communicator
@@ -25,7 +26,8 @@ from multiring.torch_distributed.arguments import Tensors, seconds_of
 from multiring.torch_distributed.backend import GroupBackend
 from multiring.torch_distributed.failures import as_torch_error, describe_group
 from multiring.torch_distributed.messages import Messenger
-from multiring.torch_distributed.tensors import cuda_device, require_apart, resolved
+from multiring.torch_distributed.streams import why_captured
+from multiring.torch_distributed.tensors import only_cuda_device, require_apart, resolved
 from multiring.torch_distributed.watchers import Watchers
 from multiring.torch_distributed.work import GroupWork, Part
 
@@ -150,7 +152,7 @@ class GroupBase(dist.ProcessGroup):
         outputs: Outputs,
         start: Start,
         *options: Any,
-        inputs: Tensors = (),
+        inputs: Iterable[Any] = (),
         deadline: float | None = None,
     ) -> Any:
         """Submits operations.
@@ -161,7 +163,8 @@ class GroupBase(dist.ProcessGroup):
             start: Submits them to a communicator, with memory for these tensors.
             options: Which may have a timeout of the operations: they have to end in it, also those that wait
                 for others, or that run together with others that have more time.
-            inputs: Tensors, where there may be no outputs that tell on which device the operation is.
+            inputs: Tensors, for the outputs do not always tell on which device the operation is; lists of
+                them, too.
             deadline: Seconds in which they have to end where there is none.
         """
         timeout = seconds_of(*options)
@@ -170,7 +173,7 @@ class GroupBase(dist.ProcessGroup):
             given = list(outputs())
             for output in given:
                 require_apart(output, what)
-            device = cuda_device([*given, *inputs])
+            device = self._device_of([*given, *_all_tensors(inputs)], what)
             # Torch exports tensors of the current device alone.
             with nullcontext() if device is None else torch.cuda.device(device):
                 targets = [resolved(output) for output in given]
@@ -190,6 +193,27 @@ class GroupBase(dist.ProcessGroup):
         if old_torch.WORK_IS_COLLECTED and len(given) > 1 and what in _WAITED_FOR_BY_OUTPUT:
             return old_torch.kept_by_torch(work)
         return work
+
+    def _device_of(self, tensors: Tensors, what: str) -> torch.device | None:
+        """The CUDA device of an operation of these tensors; None: it has none.
+
+        Raises:
+            UsageError: They cannot be given to the core, and nothing was done with them.
+        """
+        device = only_cuda_device(tensors, what)
+        if device is not None:
+            # As torch writes it: "cpu:multiring,cuda:nccl".
+            made_as = distributed_c10d._world.pg_backend_config.get(self, "")
+            owner = dict(each.split(":") for each in made_as.split(",") if ":" in each).get("cuda", BACKEND)
+            if owner != BACKEND:
+                raise UsageError(
+                    f"{what} of a tensor on {device}: this group was made as {made_as!r}, and torch "
+                    f"{torch.__version__} gives all its tensors to the backend 'multiring'. Make a second "
+                    f"group for those on devices: dist.new_group(backend={owner!r})"
+                )
+            if (reason := why_captured(device)) is not None:
+                raise UsageError(f"{what}: {reason}")
+        return device
 
     # Coalescing: operations run as they come, and are waited for together.
 
@@ -239,3 +263,12 @@ class GroupBase(dist.ProcessGroup):
     def explained(self, error: MultiringError) -> MultiringError:
         """An error as it leaves the group."""
         return as_torch_error(error, describe_group(self._name, self.comm.rank, self._ranks))
+
+
+def _all_tensors(given: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in lists, and in lists of those; what is none is refused where it is used."""
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _all_tensors(each)

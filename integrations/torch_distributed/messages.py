@@ -24,7 +24,7 @@ from multiring.errors import MultiringError
 from multiring.torch_distributed.watchers import Watchers
 
 if TYPE_CHECKING:
-    from multiring.torch.streams import CallerWork
+    from multiring.torch_distributed.streams import CallerWork
 
 __all__ = ["Message", "Messenger"]
 
@@ -170,10 +170,15 @@ class Messenger:
     def _await(self, made: CallerWork | None) -> None:
         try:
             if made is not None:
-                made.wait(self._comm.timeout)
+                made.wait(self._comm.timeout, self._raise_failure)
         except errors.TimeoutError as late:
-            self._comm.abort(str(late))  # this rank alone sees it
+            if self._failure is None:
+                self._comm.abort(str(late))  # this rank alone sees it
             raise
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _receive_all(self) -> None:
         """Takes messages as long as a receive waits for any."""

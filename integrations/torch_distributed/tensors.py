@@ -13,12 +13,13 @@ __all__ = [
     "as_numbers",
     "as_payload",
     "copy_apart",
-    "cuda_device",
     "joined",
     "name_of_bytes",
+    "only_cuda_device",
     "require_apart",
     "require_count",
     "resolved",
+    "room_like",
 ]
 
 # Those that the core computes with and moves; others are moved as bytes.
@@ -78,9 +79,18 @@ def as_payload(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return plain if plain.dtype in _KNOWN else plain.view(torch.uint8)
 
 
-def cuda_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device of the first tensor that lies on one of CUDA's."""
-    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+def only_cuda_device(tensors: Iterable[torch.Tensor], what: str) -> torch.device | None:
+    """The device of those tensors that lie on one of CUDA's; None: none does.
+
+    Raises:
+        UsageError: They lie on several.
+    """
+    found = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
+    if len(found) > 1:
+        raise UsageError(
+            f"{what}: tensors on {' and '.join(map(str, found))}; an operation takes those of one device"
+        )
+    return found[0] if found else None
 
 
 def name_of_bytes(tensor: torch.Tensor) -> str | None:
@@ -98,6 +108,12 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_contiguous():
         return tensor.detach().contiguous()
     return tensor
+
+
+def room_like(tensor: torch.Tensor, *shape: int) -> torch.Tensor | None:
+    """Memory for a result beside a tensor on a CUDA device: the core itself would allocate it outside of
+    Torch's pool, which is slow, and fails where that has all. None: for one on the host the core does."""
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device) if tensor.is_cuda else None
 
 
 def require_apart(tensor: torch.Tensor, what: str) -> None:

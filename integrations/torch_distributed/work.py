@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from multiring import errors
 from multiring.errors import MultiringError
 from multiring.torch_distributed import old_torch
+from multiring.torch_distributed.streams import CallerWork
 
 if TYPE_CHECKING:
-    from multiring.torch.streams import CallerWork
     from multiring.torch_distributed.group_base import GroupBase
 
 __all__ = ["GroupWork", "Part", "Pending"]
@@ -64,8 +64,8 @@ class GroupWork(dist.Work):
         outputs: What `result` and the future give.
         timeout: Seconds after which waiting fails and breaks the group; None: the group's own timeout, which
             the operations have themselves.
-        devices: Those of CUDA that outputs lie on; of an operation one at most. It is ordered after what the
-            current stream has now.
+        devices: Those of CUDA that its tensors lie on; of an operation one at most. It is ordered after what
+            the current stream has now.
     """
 
     def __init__(
@@ -83,11 +83,12 @@ class GroupWork(dist.Work):
         self._devices = list(devices)
         # What the core writes is complete when it says so; what is copied afterwards has to be made so.
         is_copied = bool(devices) and any(part.finish is not None for part in parts)
-        self._caller = _work_of_caller(devices[0]) if is_copied else None
+        self._caller = CallerWork(devices[0]) if is_copied else None
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._lock = threading.Lock()
         self._ended = False
         self._error: BaseException | None = None
+        self._source = -1
         self._future: Any = None
         if old_torch.WORK_IS_COLLECTED:
             group.kept.add(self)
@@ -144,7 +145,7 @@ class GroupWork(dist.Work):
     def source_rank(self) -> int:
         """For a message that was received: the rank that has sent it."""
         self.wait()
-        return int(getattr(self._parts[0].pending, "source", -1))
+        return self._source
 
     _source_rank = source_rank
 
@@ -168,8 +169,12 @@ class GroupWork(dist.Work):
         return future.then(self._value)
 
     def _complete(self, future: Any) -> None:
-        self._wait(None)
-        future.set_result(None)
+        # What follows on the future has the current device of this call: that of a thread would be 0.
+        on: AbstractContextManager[object]
+        on = torch.cuda.device(self._devices[0]) if self._devices else nullcontext()
+        with on:
+            self._wait(None)
+            future.set_result(None)
 
     def _value(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:
@@ -195,6 +200,9 @@ class GroupWork(dist.Work):
                         for part, result in zip(self._parts, results, strict=True):
                             if part.finish is not None:
                                 part.finish(result)
+                    if self._parts:
+                        self._source = getattr(self._parts[0].pending, "source", -1)
+                    self._parts = []  # and with them copies of inputs and outputs
                     self._ended = True
         except _StillPendingError as late:
             if limit != self._deadline:
@@ -209,7 +217,8 @@ class GroupWork(dist.Work):
         """Waits for what the caller's stream had before the operation; the core has where it copied from the
         device."""
         try:
-            caller.wait(self._group.comm.timeout if limit is None else limit - time.monotonic())
+            left = self._group.comm.timeout if limit is None else limit - time.monotonic()
+            caller.wait(max(0.0, left))
         except errors.TimeoutError as late:
             raise _StillPendingError(late) from late
 
@@ -217,13 +226,6 @@ class GroupWork(dist.Work):
         with self._lock:
             if not self._ended:
                 self._error, self._ended = error, True
-
-
-def _work_of_caller(device: torch.device) -> CallerWork:
-    # With it comes the whole adapter, which programs without devices need not wait for.
-    from multiring.torch.streams import CallerWork
-
-    return CallerWork(device)
 
 
 class _WorkAsPending:

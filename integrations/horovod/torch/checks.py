@@ -9,7 +9,7 @@ import torch
 
 from multiring.horovod.operations import Start
 from multiring.horovod.request import Request
-from multiring.torch.streams import CallerWork
+from multiring.torch_distributed.streams import CallerWork, why_captured
 
 __all__ = [
     "MOVED",
@@ -46,6 +46,8 @@ def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
             f"Tensor is on {tensor.device}; only tensors on the CPU and on CUDA devices are supported. Use "
             "tensor.cpu()."
         )
+    if tensor.is_cuda and (reason := why_captured(tensor.device)) is not None:
+        raise ValueError(reason)
     return tensor.detach() if tensor.requires_grad else tensor
 
 

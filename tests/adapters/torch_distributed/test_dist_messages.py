@@ -45,7 +45,7 @@ def test_a_message_leaves_when_it_is_there(comm: Communicator) -> None:
         tensor, received = torch.zeros(3), torch.empty(3)
         works = [dist.irecv(received, 0, tag=4)] if comm.rank == to else []
         if comm.rank == 0:
-            copy = mock.Mock(wait=lambda seconds, x=tensor, value=5.0 + to: x.fill_(value))
+            copy = mock.Mock(wait=lambda seconds, check, x=tensor, value=5.0 + to: x.fill_(value))
             works.append(messenger.send(tensor, copy, to, 4))
         for work in works:
             work.wait()
