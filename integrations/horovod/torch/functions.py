@@ -71,9 +71,8 @@ def broadcast_optimizer_state(
         _make_state(optimizer)
     state = broadcast_object(_on_host(optimizer.state_dict()), root_rank, "optimizer_state")
     for given, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
-        for key, value in given.items():
-            if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
-                given[key] = value.to(own[key].device)  # what is loaded of the state goes to its parameter's
+        # What is loaded of the state goes to the device of its parameter.
+        given.update({key: _where(own.get(key), value) for key, value in given.items()})
     optimizer.load_state_dict(state)
 
 
@@ -83,7 +82,18 @@ def _on_host(state: Any) -> Any:
         return state.cpu()
     if isinstance(state, dict):
         return {key: _on_host(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(_on_host(value) for value in state)
     return [_on_host(value) for value in state] if isinstance(state, list) else state
+
+
+def _where(own: Any, option: Any) -> Any:
+    """An option of a parameter group, its tensors on the devices of those of this rank's own."""
+    if isinstance(option, torch.Tensor) and isinstance(own, torch.Tensor):
+        return option.to(own.device)
+    if isinstance(option, tuple) and isinstance(own, tuple) and len(own) == len(option):
+        return tuple(_where(mine, each) for mine, each in zip(own, option, strict=True))
+    return option
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from multiring.horovod.operations import Operations
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average, op_name
 from multiring.horovod.request import Request
@@ -126,7 +127,9 @@ def alltoall_async(
     """
     operations = process_set.operations()
     source = checked(tensor, MOVED)
-    counts = checked_counts(splits, source.shape, operations.size)
+    # As numbers first: of a tensor on a device, one by one would be a synchronisation each.
+    asked = splits.tolist() if isinstance(splits, Tensor) else splits
+    counts = checked_counts(asked, source.shape, operations.size)
     name = name or operations.auto_name()
     request = Request("alltoall", name, dtype_name(source), tuple(source.shape))
 
@@ -156,8 +159,21 @@ def _reduce_scatter(
     for tensor, each in zip(inputs, names, strict=True):
         shape, dtype = tuple(tensor.shape), dtype_name(tensor)
         request = Request("reducescatter", each, dtype, shape, *asked, group=group)
-        parts.append((request, ordered(tensor, start_reducescatter(tensor, request))))
-    return handle_of(submit_all(operations, parts, lambda results: results if is_group else results[0]))
+        start = start_reducescatter(tensor, request, _room_for_share(tensor, operations))
+        parts.append((request, ordered(tensor, start)))
+
+    def finish(results: list[Any]) -> Any:
+        shares = [used_here(result) for result in results]
+        return shares if is_group else shares[0]
+
+    return handle_of(submit_all(operations, parts, finish))
+
+
+def _room_for_share(tensor: Tensor, operations: Operations) -> Tensor | None:
+    """Memory for this rank's rows of a tensor on a device, of Torch's pool: the core would take it beside
+    that. None: the tensor is on the host."""
+    rows, left = divmod(tensor.shape[0], operations.size)
+    return tensor.new_empty(rows + (operations.rank < left), *tensor.shape[1:]) if tensor.is_cuda else None
 
 
 def reducescatter_async(
