@@ -23,45 +23,65 @@ from tests.adapters.torch_distributed.support import world
 from tests.gpu import test_horovod_torch, test_torch_distributed
 from tests.gpu.late_tensors import Place, assert_same
 
-_inside = threading.local()
 _copy = torch.Tensor.copy_
 _copied = 0
+
+
+class _Thread(threading.local):
+    """What a thread is in, and whether its stream has copies that were not waited for."""
+
+    is_on_device = is_on_stream = is_behind = False
+
+
+_here = _Thread()
 
 
 class _Stream:
     cuda_stream = 1
 
-    def __init__(self, device: object) -> None:
+    def __init__(self, device: object, priority: int = 0) -> None:
         self.device = device
 
     def record_event(self) -> _Stream:
         return self
 
     def query(self) -> bool:
+        assert _here.is_on_device, "asks while another device may be the current one"
         return True
 
     def wait_event(self, event: object) -> None:
         pass
 
     def synchronize(self) -> None:
-        pass
+        _here.is_behind = False
 
 
 @contextmanager
-def _entered(stream: object) -> Iterator[None]:
-    before = getattr(_inside, "streams", 0)
-    _inside.streams = before + 1
+def _on_stream(stream: object) -> Iterator[None]:
+    before, _here.is_on_stream = _here.is_on_stream, True
+    try:
+        yield
+        assert not _here.is_behind, "copies that nothing waits for"
+    finally:
+        _here.is_on_stream = before
+
+
+@contextmanager
+def _on_device(device: object) -> Iterator[None]:
+    before, _here.is_on_device = _here.is_on_device, True
     try:
         yield
     finally:
-        _inside.streams = before
+        _here.is_on_device = before
 
 
 def _checked_copy(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     global _copied
     if any(each.name == "_wait" and each.filename.endswith("work.py") for each in traceback.extract_stack()):
         _copied += 1
-        assert getattr(_inside, "streams", 0), "a copy on whatever stream is current"
+        assert _here.is_on_stream, "a copy on whatever stream is current"
+        assert _here.is_on_device, "a stream of a device that may not be the current one"
+        _here.is_behind = True
     return _copy(tensor, *args, **options)
 
 
@@ -76,7 +96,8 @@ def _pretend() -> None:
     replaced.Tensor.copy_ = _checked_copy
     replaced.cuda.Stream = _Stream
     replaced.cuda.current_stream = _Stream
-    replaced.cuda.stream = replaced.cuda.device = _entered
+    replaced.cuda.stream, replaced.cuda.device = _on_stream, _on_device
+    replaced.cuda.is_current_stream_capturing = lambda: False
     replaced.cuda.get_device_capability = lambda device: (9, 0)
     empty, future = torch.empty, torch.futures.Future
     replaced.empty = lambda *shape, pin_memory=False, **options: empty(*shape, **options)

@@ -332,3 +332,24 @@ def test_refused_on_a_device(comm: Communicator) -> None:
     tensor = torch.ones(2, device="cuda")
     dist.all_reduce(tensor)
     assert tensor.tolist() == [2.0, 2.0]
+
+
+@with_world(2)
+def test_while_a_stream_is_captured(comm: Communicator) -> None:
+    """The capture goes on, and so does the group."""
+    x = torch.ones(2, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        for call in (dist.all_reduce, dist.broadcast, dist.isend, dist.irecv):
+            refuses(
+                UsageError,
+                "is being captured into a graph",
+                call,
+                x,
+                *([] if call is dist.all_reduce else [0]),
+            )
+    graph.replay()
+    assert y.tolist() == [2.0, 2.0]
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0, 2.0]
