@@ -274,13 +274,20 @@ def test_a_closed_group_waits_for_no_copy_to_the_host(cuda: FakeStreams) -> None
     comm = mock.Mock(rank=0, size=2, timeout=300.0)
     watchers = Watchers("test")
     messenger = Messenger(comm, watchers)
-    with mock.patch.object(FakeEvent, "query", return_value=False):
+    looked = threading.Event()
+
+    def never_done(event: FakeEvent) -> bool:
+        looked.set()
+        return False
+
+    with mock.patch.object(FakeEvent, "query", never_done):
         message = messenger.send(torch.ones(1), CallerWork(DEVICE), 1, 0)
+        assert looked.wait(30)
         messenger.close(AbortedError("left"))
         watchers.close()
         with pytest.raises(AbortedError, match="left"):
             message.wait(5.0)
-    assert not any(thread.is_alive() for thread in watchers._threads)
+        assert not any(thread.is_alive() for thread in watchers._threads)
     assert not comm.send.called
 
 
