@@ -178,6 +178,8 @@ def test_after_a_mismatch(comm: Communicator, device: str) -> None:
     with on.own_stream():
         bad = torch.ones(2, device=device, dtype=torch.float32 if comm.rank else torch.float64)
         failing = hvd.allreduce_async(bad, name="bad")
+        for _ in range(20):  # longer than the ranks take to meet
+            on.busy()
         x = on.given((5000,), comm.rank)
         # One rank alone has submitted it when the ranks meet.
         early = hvd.allreduce_async(x, name="good", op=hvd.Sum) if comm.rank == 0 else None
