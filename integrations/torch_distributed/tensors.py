@@ -85,12 +85,11 @@ def only_cuda_device(tensors: Iterable[torch.Tensor], what: str) -> torch.device
     Raises:
         UsageError: They lie on several.
     """
-    found = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
+    found = {tensor.device for tensor in tensors if tensor.is_cuda}
     if len(found) > 1:
-        raise UsageError(
-            f"{what}: tensors on {' and '.join(map(str, found))}; an operation takes those of one device"
-        )
-    return found[0] if found else None
+        devices = " and ".join(sorted(map(str, found)))
+        raise UsageError(f"{what}: tensors on {devices}; an operation takes those of one device")
+    return found.pop() if found else None
 
 
 def name_of_bytes(tensor: torch.Tensor) -> str | None:

@@ -169,12 +169,13 @@ class GroupWork(dist.Work):
         return future.then(self._value)
 
     def _complete(self, future: Any) -> None:
-        # What follows on the future has the current device of this call: that of a thread would be 0.
-        on: AbstractContextManager[object]
-        on = torch.cuda.device(self._devices[0]) if self._devices else nullcontext()
-        with on:
-            self._wait(None)
+        self._wait(None)
+        with self._on_device():  # which is the current one of what follows on the future, too
             future.set_result(None)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Makes the device the current one; in a thread that is new that is 0, whichever the rank uses."""
+        return torch.cuda.device(self._devices[0]) if self._devices else nullcontext()
 
     def _value(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:
@@ -191,7 +192,8 @@ class GroupWork(dist.Work):
             return
         limit = min((each for each in (until, self._deadline) if each is not None), default=None)
         try:
-            results = [_result_of(part.pending, limit) for part in self._parts]
+            with self._on_device():
+                results = [_result_of(part.pending, limit) for part in self._parts]
             if self._caller is not None:
                 self._await(self._caller, limit)
             with self._lock:

@@ -216,10 +216,14 @@ def test_what_a_thread_does_when_an_operation_has_ended(cuda: FakeStreams) -> No
         said.append(f"completed on {cuda.current_device}")
         completed.set()
 
+    def wait(timeout: float | None) -> None:
+        ended.wait(30)
+        said.append(f"taken on {cuda.current_device}")
+
     def finish(result: object) -> None:
         said.append(f"copied on {cuda.current_device}")
 
-    pending = mock.Mock(wait=lambda timeout: ended.wait(30), done=ended.is_set)
+    pending = mock.Mock(wait=wait, done=ended.is_set)
     with mock.patch.object(torch.futures, "Future") as future:
         future().set_result = set_result
         work = _work(cuda.said, Part(pending, finish))
@@ -228,13 +232,13 @@ def test_what_a_thread_does_when_an_operation_has_ended(cuda: FakeStreams) -> No
         ended.set()
         assert completed.wait(30)
     watchers.close()
-    assert said == ["copied on cuda:1", "completed on cuda:1"]
-    late = _work(cuda.said, Part(mock.Mock(), finish))
+    assert said == ["taken on cuda:1", "copied on cuda:1", "completed on cuda:1"]
+    late = _work(cuda.said, Part(pending, finish))
     thread = threading.Thread(target=late.wait)
     thread.start()
     thread.join()
     assert late.is_success()
-    assert said[2:] == ["copied on cuda:1"]
+    assert said[3:] == ["taken on cuda:1", "copied on cuda:1"]
 
 
 def test_a_work_that_has_ended_holds_no_copies(cuda: FakeStreams) -> None:
