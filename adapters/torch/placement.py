@@ -24,6 +24,7 @@ from multiring.errors import UsageError
 from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.torch.buffers import dense_strides, overlaps_itself
 from multiring.torch.counts import has_own_memory, plain_gradients, version
+from multiring.torch.streams import wait_for_stream
 
 __all__ = ["GradientPlacement", "Parameters"]
 
@@ -156,7 +157,7 @@ class GradientPlacement:
         if form.is_sparse:
             return IN_SLOT
         if self._streams and (made_on := self._streams.get(number)) is not None:
-            _wait_for_stream(made_on)
+            wait_for_stream(made_on)
         is_usable = gradient.layout is _STRIDED and not gradient.requires_grad
         if (
             is_usable
@@ -305,13 +306,6 @@ class GradientPlacement:
             rank=self._rank,
             tensor=name,
         )
-
-
-def _wait_for_stream(other: torch.cuda.Stream) -> None:
-    """Later work of this thread's current stream on the same device comes after what the other has now."""
-    current = torch.cuda.current_stream(other.device)
-    if current.cuda_stream != other.cuda_stream:
-        current.wait_stream(other)
 
 
 def _address(tensor: Tensor) -> int:

@@ -103,12 +103,18 @@ class NamedQueue:
     # The other collectives, as those of `Communicator` of the same names; `name` and `asked` as above.
 
     def reduce_scatter_async(
-        self, x: Array, *, name: str, asked: str = "", **reduction: Unpack[ReductionKeywords]
+        self,
+        x: Array,
+        *,
+        name: str,
+        out: Array | None = None,
+        asked: str = "",
+        **reduction: Unpack[ReductionKeywords],
     ) -> Work:
         """Reduces `x` over all ranks; rank i gets block i, shape (rows of the block, *x.shape[1:])."""
         operation = _core.Operation(_core.OpKind.REDUCE_SCATTER, asked)
         operation.set_reduction(*native_reduction(**reduction))
-        return self._submit(name, operation, self.comm._join(operation, x, None))
+        return self._submit(name, operation, self.comm._join(operation, x, out))
 
     def allgather_async(self, x: Array, *, name: str, asked: str = "") -> Work:
         """Joins the arrays of all ranks along axis 0, whose extents may differ."""

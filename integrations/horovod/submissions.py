@@ -125,12 +125,12 @@ def start_alltoall(source: Any, counts: Sequence[int], request: Request) -> Star
     return lambda queue: queue.alltoall_async(source, counts, name=request.name, asked=request.asked)
 
 
-def start_reducescatter(tensor: Any, request: Request) -> Start:
-    """Reduces, and gives each rank its rows."""
+def start_reducescatter(tensor: Any, request: Request, target: Any = None) -> Start:
+    """Reduces, and gives each rank its rows; in `target`, if there is one."""
     scale = ScaleKeywords(prescale=request.prescale, postscale=request.postscale)
     op: Any = request.op
     return lambda queue: queue.reduce_scatter_async(
-        tensor, op=op, name=request.name, asked=request.asked, **scale
+        tensor, op=op, out=target, name=request.name, asked=request.asked, **scale
     )
 
 
@@ -151,7 +151,7 @@ def join(device: int = -1) -> int:
     by the number of all ranks.
 
     Args:
-        device: Ignored: tensors are on the CPU.
+        device: Ignored: the zeros are on the host, wherever the tensors of other ranks are.
 
     Returns:
         The rank that was the last to join.

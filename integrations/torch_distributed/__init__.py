@@ -6,8 +6,8 @@
     dist.init_process_group("multiring", init_method="multiring://")  # under multiring run, mpirun and srun
 
 The package's entry point registers it whenever torch is imported, so a program need not import this module;
-where that is switched off (TORCH_DEVICE_BACKEND_AUTOLOAD=0), importing it does. CPU tensors. See
-docs/torch-distributed.md.
+where that is switched off (TORCH_DEVICE_BACKEND_AUTOLOAD=0), importing it does. Tensors on the CPU and on
+CUDA devices. See docs/torch-distributed.md.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from multiring.lazy import lazy_names as _lazy_names
 if TYPE_CHECKING:
     from multiring.torch_distributed.group import ProcessGroup
 
-__all__ = ["BACKEND", "ProcessGroup", "register"]
+__all__ = ["BACKEND", "DEVICES", "ProcessGroup", "register"]
 
 BACKEND = "multiring"
 """What `init_process_group` and `new_group` call it."""
+
+DEVICES = ["cpu", "cuda"]
+"""Types of the devices whose tensors it takes; the CPU is one of them, so objects travel there."""
 
 # Taken from its module on first use: this one is imported with torch, by programs that may not need it.
 __getattr__, __dir__ = _lazy_names(__name__, {"ProcessGroup": ".group"})
@@ -36,7 +39,7 @@ def register() -> None:
     if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:
         from torch.distributed.rendezvous import register_rendezvous_handler
 
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICES)
         register_rendezvous_handler(BACKEND, _meet_as_launched)  # type: ignore[no-untyped-call]
 
 

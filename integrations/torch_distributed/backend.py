@@ -1,4 +1,4 @@
-"""What torch.distributed asks of the backend that a process group has for the CPU."""
+"""What torch.distributed asks of the backend that a process group has for the devices of its tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch._C._distributed_c10d import Backend
 if TYPE_CHECKING:
     from multiring.torch_distributed.group_base import GroupBase
 
-__all__ = ["CpuBackend"]
+__all__ = ["GroupBackend"]
 
 
-class CpuBackend:
+class GroupBackend:
     """What `ProcessGroup._get_backend` returns: what torch may ask, and the group's own methods.
 
     Args:
@@ -36,7 +36,7 @@ class CpuBackend:
     def __class__(self) -> type:
         """`torch.distributed.distributed_c10d._set_pg_timeout` passes over what is no backend of torch's own,
         and asks nothing else of Gloo's than `_set_default_timeout`."""
-        return dist.ProcessGroupGloo if dist.is_gloo_available() else CpuBackend
+        return dist.ProcessGroupGloo if dist.is_gloo_available() else GroupBackend
 
     @property
     def options(self) -> Any:

@@ -24,6 +24,7 @@ from multiring.torch_distributed.arguments import (
     seconds_of,
 )
 from multiring.torch_distributed.group_base import GroupBase, Outputs
+from multiring.torch_distributed.streams import begin_copy_to_host
 from multiring.torch_distributed.tensors import as_payload, require_count
 from multiring.torch_distributed.work import GroupWork, Part
 
@@ -92,6 +93,7 @@ class ProcessGroup(GroupBase):
             lambda comm, outs: [operations.allgather(comm, outs, only(inputs, what))],
             timeout,
             opts,
+            inputs=[inputs],
         )
 
     @by_torch_names
@@ -104,7 +106,9 @@ class ProcessGroup(GroupBase):
                 require_count(row, count, what)
             return [operations.allgather(comm, outs[i::count], inputs[i]) for i in range(count)]
 
-        return self._start(what, lambda: [out for row in outputs for out in row], start, opts)
+        return self._start(
+            what, lambda: [out for row in outputs for out in row], start, opts, inputs=[inputs]
+        )
 
     @by_torch_names
     def all_gather_single(self, outputs: Tensor, inputs: Tensor, opts: Any = None) -> Any:
@@ -129,7 +133,7 @@ class ProcessGroup(GroupBase):
             require_count(inputs, len(outs), what)
             return [operation(comm, *pair, *op) for pair in zip(outs, inputs, strict=True)]
 
-        return self._start(what, lambda: outputs, start, opts)
+        return self._start(what, lambda: outputs, start, opts, inputs=[inputs])
 
     @by_torch_names
     def reduce_scatter(
@@ -143,6 +147,7 @@ class ProcessGroup(GroupBase):
             lambda comm, outs: [operations.reduce_scatter(comm, outs[0], only_list(inputs, what), op)],
             timeout,
             opts,
+            inputs=[inputs],
         )
 
     @by_torch_names
@@ -174,6 +179,7 @@ class ProcessGroup(GroupBase):
             lambda comm, outs: [operations.alltoall_single(comm, outs[0], inputs, *sizes)],
             timeout,
             opts,
+            inputs=[inputs],
         )
 
     @by_torch_names
@@ -187,6 +193,7 @@ class ProcessGroup(GroupBase):
             lambda comm, outs: [operations.alltoall(comm, outs, inputs)],
             timeout,
             opts,
+            inputs=[inputs],
         )
 
     @by_torch_names
@@ -199,6 +206,7 @@ class ProcessGroup(GroupBase):
             lambda comm, outs: [operations.gather(comm, outs, only(inputs, what), root)],
             timeout,
             opts,
+            inputs=[inputs],
         )
 
     @by_torch_names
@@ -206,11 +214,13 @@ class ProcessGroup(GroupBase):
         """Gives each rank its tensor of a list of the root."""
         what, root = "scatter", root_of(opts)
 
+        given = inputs if self.comm.rank == root else []
+
         def start(comm: Communicator, outs: Tensors) -> list[Part]:
-            sources = only_list(inputs, what) if self.comm.rank == root else []
+            sources = only_list(given, what) if self.comm.rank == root else []
             return [operations.scatter(comm, outs[0], sources, root)]
 
-        return self._start(what, lambda: [only(outputs, what)], start, timeout, opts)
+        return self._start(what, lambda: [only(outputs, what)], start, timeout, opts, inputs=[given])
 
     @by_torch_names
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
@@ -247,9 +257,11 @@ class ProcessGroup(GroupBase):
         def start(_: Communicator, __: Tensors) -> list[Part]:
             self._require_rank(destination, "send")
             payload = as_payload(only(tensors, "send"), "send").contiguous()
-            return [Part(self._messenger.send(payload, destination, tag))]
+            if payload.is_cuda:  # it leaves from a thread that does not know the caller's stream
+                return [Part(self._messenger.send(*begin_copy_to_host(payload), destination, tag))]
+            return [Part(self._messenger.send(payload, None, destination, tag))]
 
-        return self._start("send", list, start)
+        return self._start("send", list, start, inputs=[tensors])
 
     @by_torch_names
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
@@ -265,7 +277,10 @@ class ProcessGroup(GroupBase):
             if source is not None:
                 self._require_rank(source, "recv")
             target = as_payload(outs[0], "recv")
-            landing = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+            landing = target
+            if target.is_cuda or not target.is_contiguous():
+                pinned = target.is_cuda
+                landing = torch.empty(target.shape, dtype=target.dtype, device="cpu", pin_memory=pinned)
             finish = None if landing is target else lambda _: target.copy_(landing)
             return [Part(self._messenger.receive(landing, source, tag), finish)]
 

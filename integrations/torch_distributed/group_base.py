@@ -8,23 +8,26 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from multiring import errors
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
 from multiring.initialization import adopt, release
-from multiring.torch_distributed import BACKEND, old_torch
+from multiring.torch_distributed import BACKEND, DEVICES, old_torch
 from multiring.torch_distributed.arguments import Tensors, seconds_of
-from multiring.torch_distributed.backend import CpuBackend
+from multiring.torch_distributed.backend import GroupBackend
 from multiring.torch_distributed.failures import as_torch_error, describe_group
 from multiring.torch_distributed.messages import Messenger
-from multiring.torch_distributed.tensors import require_apart, resolved
+from multiring.torch_distributed.streams import why_captured
+from multiring.torch_distributed.tensors import only_cuda_device, require_apart, resolved
 from multiring.torch_distributed.watchers import Watchers
 from multiring.torch_distributed.work import GroupWork, Part
 
@@ -115,14 +118,14 @@ class GroupBase(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device(kind) for kind in DEVICES]
 
-    def _get_backend(self, device: torch.device | str) -> CpuBackend:
+    def _get_backend(self, device: torch.device | str) -> GroupBackend:
         kind = torch.device(device).type
-        if kind != "cpu":
-            text = f"no backend for {kind}: the backend 'multiring' takes CPU tensors"
+        if kind not in DEVICES:
+            text = f"no backend for {kind}: the backend 'multiring' takes tensors of {' and '.join(DEVICES)}"
             raise self.explained(UsageError(text, rank=self.comm.rank))
-        return CpuBackend(self, timedelta(seconds=min(self.comm.timeout, _NEVER)))
+        return GroupBackend(self, timedelta(seconds=min(self.comm.timeout, _NEVER)))
 
     name = getBackendName
     _get_backend_name = getBackendName
@@ -144,7 +147,13 @@ class GroupBase(dist.ProcessGroup):
     # Its operations.
 
     def _start(
-        self, what: str, outputs: Outputs, start: Start, *options: Any, deadline: float | None = None
+        self,
+        what: str,
+        outputs: Outputs,
+        start: Start,
+        *options: Any,
+        inputs: Iterable[Any] = (),
+        deadline: float | None = None,
     ) -> Any:
         """Submits operations.
 
@@ -154,6 +163,8 @@ class GroupBase(dist.ProcessGroup):
             start: Submits them to a communicator, with memory for these tensors.
             options: Which may have a timeout of the operations: they have to end in it, also those that wait
                 for others, or that run together with others that have more time.
+            inputs: Tensors, for the outputs do not always tell on which device the operation is; lists of
+                them, too.
             deadline: Seconds in which they have to end where there is none.
         """
         timeout = seconds_of(*options)
@@ -162,14 +173,18 @@ class GroupBase(dist.ProcessGroup):
             given = list(outputs())
             for output in given:
                 require_apart(output, what)
-            targets = [resolved(output) for output in given]
-            parts = start(comm, targets)
+            device = self._device_of([*given, *_all_tensors(inputs)], what)
+            # Torch exports tensors of the current device alone.
+            with nullcontext() if device is None else torch.cuda.device(device):
+                targets = [resolved(output) for output in given]
+                parts = start(comm, targets)
         except MultiringError as error:
             raise self.explained(error) from error
         copies = [pair for pair in zip(given, targets, strict=True) if pair[0] is not pair[1]]
         if copies and parts:
             parts[-1] = parts[-1].followed_by(lambda: [out.detach().copy_(copy) for out, copy in copies])
-        work = GroupWork(self, parts, given, deadline if timeout is None else timeout)
+        devices = [] if device is None else [device]
+        work = GroupWork(self, parts, given, deadline if timeout is None else timeout, devices)
         if self._coalesced is not None:
             # Those that have ended are let go of: a block that raises has no end that would do it.
             while self._coalesced and self._coalesced[0].is_success():
@@ -178,6 +193,27 @@ class GroupBase(dist.ProcessGroup):
         if old_torch.WORK_IS_COLLECTED and len(given) > 1 and what in _WAITED_FOR_BY_OUTPUT:
             return old_torch.kept_by_torch(work)
         return work
+
+    def _device_of(self, tensors: Tensors, what: str) -> torch.device | None:
+        """The CUDA device of an operation of these tensors; None: it has none.
+
+        Raises:
+            UsageError: They cannot be given to the core, and nothing was done with them.
+        """
+        device = only_cuda_device(tensors, what)
+        if device is not None:
+            # As torch writes it: "cpu:multiring,cuda:nccl".
+            made_as = distributed_c10d._world.pg_backend_config.get(self, "")
+            owner = dict(each.split(":") for each in made_as.split(",") if ":" in each).get("cuda", BACKEND)
+            if owner != BACKEND:
+                raise UsageError(
+                    f"{what} of a tensor on {device}: this group was made as {made_as!r}, and torch "
+                    f"{torch.__version__} gives all its tensors to the backend 'multiring'. Make a second "
+                    f"group for those on devices: dist.new_group(backend={owner!r})"
+                )
+            if (reason := why_captured(device)) is not None:
+                raise UsageError(f"{what}: {reason}")
+        return device
 
     # Coalescing: operations run as they come, and are waited for together.
 
@@ -227,3 +263,12 @@ class GroupBase(dist.ProcessGroup):
     def explained(self, error: MultiringError) -> MultiringError:
         """An error as it leaves the group."""
         return as_torch_error(error, describe_group(self._name, self.comm.rank, self._ranks))
+
+
+def _all_tensors(given: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in lists, and in lists of those; what is none is refused where it is used."""
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _all_tensors(each)

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from multiring import messages as core
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError
 from multiring.torch_distributed.watchers import Watchers
+
+if TYPE_CHECKING:
+    from multiring.torch_distributed.streams import CallerWork
 
 __all__ = ["Message", "Messenger"]
 
@@ -39,6 +43,7 @@ class Message:
         peer: Destination or source; None: any source.
         tag: Its tag.
         source: Once it is received, the rank that has sent it; else -1.
+        made: What a device has to do before `tensor` has what is sent; None: it has.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Message:
         self.peer = peer
         self.tag = tag
         self.source = -1
+        self.made: CallerWork | None = None
         self._late = late
         self._error: MultiringError | None = None
         self._ended = threading.Event()
@@ -106,9 +112,13 @@ class Messenger:
         self._probed: set[int | None] = set()  # sources, as of receives
         self._failure: MultiringError | None = None
 
-    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Message:
-        """Sends a contiguous tensor, which must not change before that is done."""
+    def send(self, tensor: torch.Tensor, made: CallerWork | None, destination: int, tag: int) -> Message:
+        """Sends a contiguous tensor of the host, which must not change before that is done; `made` is that of
+        the message."""
         message = Message(tensor, destination, tag, lambda: self._late("send", destination, tag))
+        message.made = made
+        if destination == self._comm.rank:
+            self._await(made)
         with self._lock:
             if self._failure is not None:
                 message.end(self._failure)
@@ -124,7 +134,7 @@ class Messenger:
         return message
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Message:
-        """Receives into a tensor, from one rank or from any (None)."""
+        """Receives into a tensor of the host, from one rank or from any (None)."""
         message = Message(tensor, source, tag, lambda: self._late("recv", source, tag))
         with self._lock:
             if self._failure is not None:
@@ -151,10 +161,24 @@ class Messenger:
                     return
                 message = queue.popleft()
             try:
+                self._await(message.made)
                 self._comm.send(message.tensor, destination, message.tag)
                 message.end()
             except BaseException as error:
                 message.end(self._break_by(error, f"send to rank {destination}"))
+
+    def _await(self, made: CallerWork | None) -> None:
+        try:
+            if made is not None:
+                made.wait(self._comm.timeout, self._raise_failure)
+        except errors.TimeoutError as late:
+            if self._failure is None:
+                self._comm.abort(str(late))  # this rank alone sees it
+            raise
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _receive_all(self) -> None:
         """Takes messages as long as a receive waits for any."""

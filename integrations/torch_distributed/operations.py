@@ -25,6 +25,7 @@ from multiring.torch_distributed.tensors import (
     joined,
     name_of_bytes,
     require_count,
+    room_like,
 )
 from multiring.torch_distributed.work import Part
 
@@ -91,15 +92,14 @@ def allgather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor) -> 
         )
     if len(set(counts)) > 1:
         # The name is compared before data moves, and with it what each rank expects of the others.
-        pending = comm.allgather_async(
-            source.reshape(-1), name=f"{tensor.dtype} elements of the ranks: {counts}"
-        )
+        asked = f"{tensor.dtype} elements of the ranks: {counts}"
+        pending = comm.allgather_async(source.reshape(-1), room_like(source, sum(counts)), asked)
         return Part(pending, lambda gathered: copy_apart(gathered, targets))
     flat = joined(targets)
     rows, name = source.reshape(1, counts[0]), name_of_bytes(tensor)
     if flat is not None:
         return Part(comm.allgather_async(_apart_from(flat, rows), flat.view(size, counts[0]), name))
-    pending = comm.allgather_async(rows, name=name)
+    pending = comm.allgather_async(rows, room_like(rows, size, counts[0]), name)
     return Part(pending, lambda gathered: copy_apart(gathered.reshape(-1), targets))
 
 
@@ -116,7 +116,8 @@ def allgather_single(comm: Communicator, output: Tensor, tensor: Tensor) -> Part
     if target.is_contiguous():
         whole = target.view(comm.size, source.numel())
         return Part(comm.allgather_async(_apart_from(target, rows), whole, name))
-    return Part(comm.allgather_async(rows, name=name), lambda gathered: _set(target, gathered))
+    room = room_like(rows, comm.size, source.numel())
+    return Part(comm.allgather_async(rows, room, name), lambda gathered: _set(target, gathered))
 
 
 def reduce_scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor], op: Any) -> Part:
@@ -167,7 +168,8 @@ def _reduce_scatter_rows(comm: Communicator, target: Tensor, rows: Tensor, reduc
     if target.is_contiguous() and not _overlap(rows, target):
         block = target.view(1, target.numel())
         return Part(comm.reduce_scatter_async(rows, reduction.op, block, prescale=reduction.prescale))
-    pending = comm.reduce_scatter_async(rows, reduction.op, prescale=reduction.prescale)
+    room = room_like(rows, 1, target.numel())
+    pending = comm.reduce_scatter_async(rows, reduction.op, room, prescale=reduction.prescale)
     return Part(pending, lambda block: _set(target, block))
 
 

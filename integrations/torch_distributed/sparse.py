@@ -23,12 +23,17 @@ def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any, what: st
     have the same bits. The bytes grow with the number of ranks: it pays where ranks have few entries.
 
     Raises:
-        UsageError: It has another layout, or `op` is neither SUM nor AVG.
+        UsageError: It has another layout, or lies on a device, or `op` is neither SUM nor AVG.
     """
     if tensor.layout != torch.sparse_coo:
         kind = str(tensor.layout).removeprefix("torch.")
         raise UsageError(
             f"{what} of a {kind} tensor is not supported by the backend 'multiring'; sparse_coo is"
+        )
+    if tensor.device.type != "cpu":
+        raise UsageError(
+            f"{what} of a sparse tensor on {tensor.device} is not supported by the backend 'multiring', "
+            "which adds up the entries of all ranks on the CPU; pass tensor.cpu(), or a dense tensor"
         )
     # A `ReduceOp` equals members of its enumeration; those do not equal it.
     if not (op == ReduceOp.SUM or op == ReduceOp.AVG):

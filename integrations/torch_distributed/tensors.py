@@ -1,12 +1,13 @@
-"""Tensors as the arrays that the core takes: plain CPU memory, where possible without a copy."""
+"""Tensors as the arrays that the core takes: plain memory, where possible without a copy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from multiring.errors import UsageError
+from multiring.torch_distributed import DEVICES
 
 __all__ = [
     "as_numbers",
@@ -14,9 +15,11 @@ __all__ = [
     "copy_apart",
     "joined",
     "name_of_bytes",
+    "only_cuda_device",
     "require_apart",
     "require_count",
     "resolved",
+    "room_like",
 ]
 
 # Those that the core computes with and moves; others are moved as bytes.
@@ -39,10 +42,10 @@ _KNOWN = {
 
 def _plain(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """The tensor without gradient and subclass; complex numbers as pairs of real ones."""
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in DEVICES:
         raise UsageError(
-            f"{what} of a tensor on {tensor.device}: the backend 'multiring' takes CPU tensors; pass "
-            "tensor.cpu(), or make the group with another backend"
+            f"{what} of a tensor on {tensor.device}: the backend 'multiring' takes tensors of "
+            f"{' and '.join(DEVICES)}; pass tensor.cpu(), or make the group with another backend"
         )
     if tensor.layout != torch.strided or tensor.is_quantized:
         kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
@@ -57,7 +60,8 @@ def as_numbers(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """A tensor to compute with, over the same memory.
 
     Raises:
-        UsageError: It is not on the CPU, not strided, or the core has no arithmetic for its dtype.
+        UsageError: It is on a device of another type than `DEVICES`, not strided, or the core has no
+            arithmetic for its dtype.
     """
     plain = _plain(tensor, what)
     if plain.dtype not in _KNOWN:
@@ -69,10 +73,23 @@ def as_payload(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """A tensor to move, over the same memory; of a dtype that the core does not know, its bytes.
 
     Raises:
-        UsageError: It is not on the CPU, or not strided.
+        UsageError: It is on a device of another type than `DEVICES`, or not strided.
     """
     plain = _plain(tensor, what)
     return plain if plain.dtype in _KNOWN else plain.view(torch.uint8)
+
+
+def only_cuda_device(tensors: Iterable[torch.Tensor], what: str) -> torch.device | None:
+    """The device of those tensors that lie on one of CUDA's; None: none does.
+
+    Raises:
+        UsageError: They lie on several.
+    """
+    found = {tensor.device for tensor in tensors if tensor.is_cuda}
+    if len(found) > 1:
+        devices = " and ".join(sorted(map(str, found)))
+        raise UsageError(f"{what}: tensors on {devices}; an operation takes those of one device")
+    return found.pop() if found else None
 
 
 def name_of_bytes(tensor: torch.Tensor) -> str | None:
@@ -83,10 +100,19 @@ def name_of_bytes(tensor: torch.Tensor) -> str | None:
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself; or, where its elements are to be taken as negated or conjugated, a copy that has
-    them so: memory that is written to for it would hold something else than its elements."""
+    them so: memory that is written to for it would hold something else than its elements. Also a copy of one
+    with gaps on a CUDA device, into which the core itself would copy on whatever stream is current then."""
     if tensor.is_neg() or tensor.is_conj():
-        return tensor.detach().resolve_conj().resolve_neg()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_contiguous():
+        return tensor.detach().contiguous()
     return tensor
+
+
+def room_like(tensor: torch.Tensor, *shape: int) -> torch.Tensor | None:
+    """Memory for a result beside a tensor on a CUDA device: the core itself would allocate it outside of
+    Torch's pool, which is slow, and fails where that has all. None: for one on the host the core does."""
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device) if tensor.is_cuda else None
 
 
 def require_apart(tensor: torch.Tensor, what: str) -> None:

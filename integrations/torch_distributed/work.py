@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from multiring import errors
 from multiring.errors import MultiringError
 from multiring.torch_distributed import old_torch
+from multiring.torch_distributed.streams import CallerWork
 
 if TYPE_CHECKING:
     from multiring.torch_distributed.group_base import GroupBase
@@ -62,6 +64,8 @@ class GroupWork(dist.Work):
         outputs: What `result` and the future give.
         timeout: Seconds after which waiting fails and breaks the group; None: the group's own timeout, which
             the operations have themselves.
+        devices: Those of CUDA that its tensors lie on; of an operation one at most. It is ordered after what
+            the current stream has now.
     """
 
     def __init__(
@@ -70,15 +74,21 @@ class GroupWork(dist.Work):
         parts: Sequence[Part],
         outputs: Sequence[torch.Tensor],
         timeout: float | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         super().__init__()
         self._group = group
         self._parts = list(parts)
         self._outputs = list(outputs)
+        self._devices = list(devices)
+        # What the core writes is complete when it says so; what is copied afterwards has to be made so.
+        is_copied = bool(devices) and any(part.finish is not None for part in parts)
+        self._caller = CallerWork(devices[0]) if is_copied else None
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._lock = threading.Lock()
         self._ended = False
         self._error: BaseException | None = None
+        self._source = -1
         self._future: Any = None
         if old_torch.WORK_IS_COLLECTED:
             group.kept.add(self)
@@ -86,7 +96,9 @@ class GroupWork(dist.Work):
     @classmethod
     def joined(cls, group: GroupBase, works: Iterable[GroupWork]) -> GroupWork:
         """Several as one, whose outputs are those of the works: it has none itself."""
-        return cls(group, [Part(_WorkAsPending(work)) for work in works], [])
+        works = list(works)
+        devices = {device for work in works for device in work._devices}
+        return cls(group, [Part(_WorkAsPending(work)) for work in works], [], devices=list(devices))
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Waits until the outputs are there.
@@ -106,8 +118,10 @@ class GroupWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """`wait`: there is no stream that could wait instead."""
+        """`wait`, which leaves nothing for a stream to wait for."""
         self.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, with success or not."""
@@ -131,7 +145,7 @@ class GroupWork(dist.Work):
     def source_rank(self) -> int:
         """For a message that was received: the rank that has sent it."""
         self.wait()
-        return int(getattr(self._parts[0].pending, "source", -1))
+        return self._source
 
     _source_rank = source_rank
 
@@ -141,7 +155,8 @@ class GroupWork(dist.Work):
         with self._lock:
             is_new = self._future is None
             if is_new:
-                self._future = torch.futures.Future()
+                # With the devices, what follows on the future is ordered on streams as well.
+                self._future = torch.futures.Future(devices=list(self._devices))
             future = self._future
         if is_new:
             if self.is_completed():
@@ -155,7 +170,12 @@ class GroupWork(dist.Work):
 
     def _complete(self, future: Any) -> None:
         self._wait(None)
-        future.set_result(None)
+        with self._on_device():  # which is the current one of what follows on the future, too
+            future.set_result(None)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Makes the device the current one; in a thread that is new that is 0, whichever the rank uses."""
+        return torch.cuda.device(self._devices[0]) if self._devices else nullcontext()
 
     def _value(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:
@@ -163,7 +183,8 @@ class GroupWork(dist.Work):
         return self._outputs
 
     def _are_done(self) -> bool:
-        return all(part.pending.done() for part in self._parts)
+        is_ready = self._caller is None or self._caller.is_done()
+        return is_ready and all(part.pending.done() for part in self._parts)
 
     def _wait(self, until: float | None) -> None:
         """Waits, and keeps what goes wrong; raises only if the caller's own time is up."""
@@ -171,12 +192,19 @@ class GroupWork(dist.Work):
             return
         limit = min((each for each in (until, self._deadline) if each is not None), default=None)
         try:
-            results = [_result_of(part.pending, limit) for part in self._parts]
+            with self._on_device():
+                results = [_result_of(part.pending, limit) for part in self._parts]
+            if self._caller is not None:
+                self._await(self._caller, limit)
             with self._lock:
                 if not self._ended:
-                    for part, result in zip(self._parts, results, strict=True):
-                        if part.finish is not None:
-                            part.finish(result)
+                    with nullcontext() if self._caller is None else self._caller.copies():
+                        for part, result in zip(self._parts, results, strict=True):
+                            if part.finish is not None:
+                                part.finish(result)
+                    if self._parts:
+                        self._source = getattr(self._parts[0].pending, "source", -1)
+                    self._parts = []  # and with them copies of inputs and outputs
                     self._ended = True
         except _StillPendingError as late:
             if limit != self._deadline:
@@ -186,6 +214,15 @@ class GroupWork(dist.Work):
             self._end(self._group.explained(error))
         except Exception as error:  # what an operation's `finish` raises, such as a failed copy
             self._end(error)
+
+    def _await(self, caller: CallerWork, limit: float | None) -> None:
+        """Waits for what the caller's stream had before the operation; the core has where it copied from the
+        device."""
+        try:
+            left = self._group.comm.timeout if limit is None else limit - time.monotonic()
+            caller.wait(max(0.0, left))
+        except errors.TimeoutError as late:
+            raise _StillPendingError(late) from late
 
     def _end(self, error: BaseException) -> None:
         with self._lock:

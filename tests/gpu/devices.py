@@ -19,9 +19,12 @@ _BUSY_CYCLES = 150_000_000
 
 
 def why_not(library: str) -> str | None:
-    """Why arrays of a library cannot be tried here; None: they can. "fake": those of the stand-in."""
+    """Why arrays of a library cannot be tried here; None: they can. "fake": those of the stand-in;
+    "cpu": Torch's on the CPU."""
     if library == "fake":
         return stand_in.why_not()
+    if library == "cpu":
+        return None
     try:
         module = importlib.import_module(library)
     except ImportError as error:

@@ -47,7 +47,7 @@ def check_installed_version(name: str, version: str, exception: Exception | None
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """False: tensors are on the CPU."""
+    """False: no library for GPUs is built in; tensors there are reduced through the host."""
     return False
 
 

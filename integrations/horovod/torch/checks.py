@@ -1,4 +1,4 @@
-"""What tensors and reductions are accepted."""
+"""What tensors and reductions are accepted, and how tensors are handed to the core."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from multiring.horovod.operations import Start
 from multiring.horovod.request import Request
+from multiring.torch_distributed.streams import CallerWork, why_captured
 
 __all__ = [
     "MOVED",
@@ -17,6 +19,7 @@ __all__ = [
     "checked",
     "described",
     "dtype_name",
+    "ordered",
     "zeros",
 ]
 
@@ -29,8 +32,8 @@ _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in MOVED}
 
 
 def zeros(request: Request) -> Tensor:
-    """Zeros of the dtype and shape of a request."""
-    return torch.zeros(request.shape, dtype=getattr(torch, request.dtype))
+    """Zeros of the dtype and shape of a request; on the host, wherever the tensors of other ranks are."""
+    return torch.zeros(request.shape, dtype=getattr(torch, request.dtype), device="cpu")
 
 
 def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
@@ -38,8 +41,13 @@ def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"Tensor is on {tensor.device}; only CPU tensors are supported. Use tensor.cpu().")
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise ValueError(
+            f"Tensor is on {tensor.device}; only tensors on the CPU and on CUDA devices are supported. Use "
+            "tensor.cpu()."
+        )
+    if tensor.is_cuda and (reason := why_captured(tensor.device)) is not None:
+        raise ValueError(reason)
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -56,8 +64,22 @@ def dtype_name(tensor: Tensor) -> str:
 
 def as_array(tensor: Tensor) -> Any:
     """The tensor as the core takes it at the least cost: an array of NumPy on the same memory, if NumPy has
-    its dtype."""
-    return tensor if tensor.dtype is torch.bfloat16 else tensor.numpy()
+    its dtype, and the tensor is on the CPU."""
+    return tensor if tensor.is_cuda or tensor.dtype is torch.bfloat16 else tensor.numpy()
+
+
+def ordered(tensor: Tensor, start: Start) -> Start:
+    """What submits an operation of a tensor: on a CUDA device after the work that this thread's stream has
+    now, whichever thread submits it, and if it is submitted again."""
+    if not tensor.is_cuda:
+        return start
+    caller = CallerWork(tensor.device)
+
+    def submit(queue: Any) -> Any:
+        with caller.before():
+            return start(queue)
+
+    return submit
 
 
 def described(tensors: Sequence[Tensor]) -> str:

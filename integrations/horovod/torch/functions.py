@@ -69,8 +69,31 @@ def broadcast_optimizer_state(
     # travels as an object, which needs none.
     if not optimizer.state:
         _make_state(optimizer)
-    state = broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
+    state = broadcast_object(_on_host(optimizer.state_dict()), root_rank, "optimizer_state")
+    for given, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        # What is loaded of the state goes to the device of its parameter.
+        given.update({key: _where(own.get(key), value) for key, value in given.items()})
     optimizer.load_state_dict(state)
+
+
+def _on_host(state: Any) -> Any:
+    """A state without tensors of a device, which may have another number on another rank."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        return {key: _on_host(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(_on_host(value) for value in state)
+    return [_on_host(value) for value in state] if isinstance(state, list) else state
+
+
+def _where(own: Any, option: Any) -> Any:
+    """An option of a parameter group, its tensors on the devices of those of this rank's own."""
+    if isinstance(option, torch.Tensor) and isinstance(own, torch.Tensor):
+        return option.to(own.device)
+    if isinstance(option, tuple) and isinstance(own, tuple) and len(own) == len(option):
+        return tuple(_where(mine, each) for mine, each in zip(own, option, strict=True))
+    return option
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

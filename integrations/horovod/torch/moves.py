@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from multiring.horovod.operations import Operations
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average, op_name
 from multiring.horovod.request import Request
@@ -21,8 +22,17 @@ from multiring.horovod.submissions import (
     start_broadcast,
     start_reducescatter,
 )
-from multiring.horovod.torch.checks import MOVED, REDUCED, changed, checked, described, dtype_name
+from multiring.horovod.torch.checks import (
+    MOVED,
+    REDUCED,
+    changed,
+    checked,
+    described,
+    dtype_name,
+    ordered,
+)
 from multiring.horovod.torch.handles import handle_of
+from multiring.torch.streams import used_here
 
 __all__ = [
     "allgather_async",
@@ -46,7 +56,7 @@ def _gather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
     parts = []
     for tensor, each in zip(inputs, names, strict=True):
         request = Request("allgather", each, dtype_name(tensor), tuple(tensor.shape), group=group)
-        parts.append((request, start_allgather(tensor, request)))
+        parts.append((request, ordered(tensor, start_allgather(tensor, request))))
 
     def finish(results: list[Any]) -> Any:
         check_rows([tensor.dim() for tensor in inputs], base)
@@ -77,8 +87,10 @@ def _broadcast(
     target = source if in_place else torch.empty_like(source)
     shape, name = tuple(source.shape), name or operations.auto_name()
     request = Request("broadcast", name, dtype_name(source), shape, root=root_rank)
-    pending = operations.submit(request, start_broadcast(source, target, root, request))
-    return handle_of(Started(operations, [pending], lambda _: changed(tensor) if in_place else target))
+    pending = operations.submit(request, ordered(source, start_broadcast(source, target, root, request)))
+    return handle_of(
+        Started(operations, [pending], lambda _: changed(tensor) if in_place else used_here(target))
+    )
 
 
 def broadcast_async(
@@ -107,7 +119,7 @@ def alltoall_async(
 ) -> int:
     """Sends rows of dimension 0 to each rank: as many as `splits` says, or equally many.
 
-    The result is a pair: what was received, and the rows from each rank (int32).
+    The result is a pair: what was received, and the rows from each rank (int32, where `splits` is).
 
     Raises:
         ValueError: The splits do not add up to dimension 0 or are not one for each rank; without them,
@@ -115,15 +127,18 @@ def alltoall_async(
     """
     operations = process_set.operations()
     source = checked(tensor, MOVED)
-    counts = checked_counts(splits, source.shape, operations.size)
+    # As numbers first: of a tensor on a device, one by one would be a synchronisation each.
+    asked = splits.tolist() if isinstance(splits, Tensor) else splits
+    counts = checked_counts(asked, source.shape, operations.size)
     name = name or operations.auto_name()
     request = Request("alltoall", name, dtype_name(source), tuple(source.shape))
 
     def finish(results: list[Any]) -> tuple[Tensor, Tensor]:
         received, numbers = results[0]
-        return received, torch.from_numpy(numbers).to(torch.int32)
+        where = splits.device if isinstance(splits, Tensor) else "cpu"
+        return received, torch.from_numpy(numbers).to(where, torch.int32)
 
-    pending = operations.submit(request, start_alltoall(source, counts, request))
+    pending = operations.submit(request, ordered(source, start_alltoall(source, counts, request)))
     return handle_of(Started(operations, [pending], finish))
 
 
@@ -144,8 +159,21 @@ def _reduce_scatter(
     for tensor, each in zip(inputs, names, strict=True):
         shape, dtype = tuple(tensor.shape), dtype_name(tensor)
         request = Request("reducescatter", each, dtype, shape, *asked, group=group)
-        parts.append((request, start_reducescatter(tensor, request)))
-    return handle_of(submit_all(operations, parts, lambda results: results if is_group else results[0]))
+        start = start_reducescatter(tensor, request, _room_for_share(tensor, operations))
+        parts.append((request, ordered(tensor, start)))
+
+    def finish(results: list[Any]) -> Any:
+        shares = [used_here(result) for result in results]
+        return shares if is_group else shares[0]
+
+    return handle_of(submit_all(operations, parts, finish))
+
+
+def _room_for_share(tensor: Tensor, operations: Operations) -> Tensor | None:
+    """Memory for this rank's rows of a tensor on a device, of Torch's pool: the core would take it beside
+    that. None: the tensor is on the host."""
+    rows, left = divmod(tensor.shape[0], operations.size)
+    return tensor.new_empty(rows + (operations.rank < left), *tensor.shape[1:]) if tensor.is_cuda else None
 
 
 def reducescatter_async(

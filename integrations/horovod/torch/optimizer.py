@@ -21,6 +21,7 @@ from multiring.horovod.torch.reduces import (
     grouped_allreduce_async_,
     start_sparse_allreduce,
 )
+from multiring.torch.streams import used_here, wait_for_stream
 
 __all__ = ["DistributedOptimizer"]
 
@@ -64,6 +65,7 @@ class _Distributed(torch.optim.Optimizer):
         self._names = {parameter: name for name, parameter in options.named}
         self._group_of = {p: group for group in options.groups for p in group}
         self._passes: Counter[Parameter] = Counter()
+        self._streams: dict[Parameter, torch.cuda.Stream] = {}  # on which autograd has made gradients
         self._reductions: list[_Started] = []
         self._reduced: set[Parameter] = set()
         self._is_synchronized, self._synchronizes = False, True
@@ -160,6 +162,8 @@ class _Distributed(torch.optim.Optimizer):
         if self._passes[parameter] >= self.backward_passes_per_step:
             raise AssertionError(_TOO_MANY)
         self._passes[parameter] += 1
+        if parameter.is_cuda:
+            self._streams[parameter] = torch.cuda.current_stream(parameter.device)
         if self._passes[parameter] == self.backward_passes_per_step:
             self._start(parameter)
 
@@ -170,6 +174,8 @@ class _Distributed(torch.optim.Optimizer):
             return
         self._reduced.update(parameters)
         for each in parameters:
+            if (made_on := self._streams.pop(each, None)) is not None:
+                wait_for_stream(made_on)
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
             if each.grad.is_sparse and (self._options.sparse_as_dense or len(parameters) > 1):
@@ -199,7 +205,7 @@ class _Distributed(torch.optim.Optimizer):
 
         def wait() -> list[torch.Tensor]:
             result_of(handle)
-            return [options.compression.decompress(tensor, context) for tensor, context in pairs]
+            return [options.compression.decompress(used_here(tensor), ctx) for tensor, ctx in pairs]
 
         return _Started(parameters, wait, (handle,))
 

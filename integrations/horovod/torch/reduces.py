@@ -13,9 +13,18 @@ from multiring.horovod.reduce_ops import Average, op_name
 from multiring.horovod.request import reduction_request
 from multiring.horovod.started import submit_all
 from multiring.horovod.submissions import names_of, reduction, start_allreduce
-from multiring.horovod.torch.checks import REDUCED, as_array, changed, checked, described, dtype_name
+from multiring.horovod.torch.checks import (
+    REDUCED,
+    as_array,
+    changed,
+    checked,
+    described,
+    dtype_name,
+    ordered,
+)
 from multiring.horovod.torch.handles import handle_of, result_of
 from multiring.horovod.torch.moves import allgather_async
+from multiring.torch.streams import used_here
 
 __all__ = [
     "allreduce_async",
@@ -51,16 +60,18 @@ def _allreduce(
         request = reduction_request(each, dtype_name(tensor), tuple(tensor.shape), asked, group)
         source: Any = tensor if asked[0] == "adasum" else as_array(tensor)
         target: Any = source if output is tensor else as_array(output)
-        parts.append((request, start_allreduce(source, target, request)))
+        parts.append((request, ordered(tensor, start_allreduce(source, target, request))))
 
     def finish(results: list[Any]) -> Any:
         if asked[0] == "adasum":
             for result, output in zip(results, outputs, strict=True):
                 rows = result.reshape(operations.size, -1)
-                whole = torch.from_numpy(adasum(rows.double().numpy()))
+                whole = torch.from_numpy(adasum(rows.double().cpu().numpy()))
                 output.copy_((whole * asked[2]).reshape(output.shape))
-        done = outputs if targets is None else [changed(target) for target in targets]
-        return list(done) if is_group else done[0]
+        done = (
+            [used_here(each) for each in outputs] if targets is None else [changed(each) for each in targets]
+        )
+        return done if is_group else done[0]
 
     return handle_of(submit_all(operations, parts, finish))
 
@@ -78,7 +89,8 @@ def allreduce_async(
 
     Raises:
         ValueError: The tensor is not contiguous, of another dtype than int32, int64, float16, bfloat16,
-            float32 and float64, or not on the CPU; an operation of this name is in flight.
+            float32 and float64, or neither on the CPU nor on a CUDA device; an operation of this name is in
+            flight.
     """
     asked = reduction(op, average, (prescale_factor, postscale_factor), process_set)
     return _allreduce([tensor], None, name, asked, process_set, False)

@@ -87,6 +87,7 @@ def test_what_is_refused(comm: Communicator) -> None:
     calls = {
         "supersedes average": lambda: hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum),
         "op is 17": lambda: hvd.allreduce(torch.ones(2), op=17),
+        r"on meta; .* CUDA devices .* tensor\.cpu\(\)": lambda: hvd.allreduce(torch.ones(2, device="meta")),
     }
     refused(ValueError, calls)
     assert len({hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product}) == 6

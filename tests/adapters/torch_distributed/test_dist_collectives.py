@@ -314,9 +314,18 @@ _WRONG: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: dist.group.WORLD.allgather([[torch.zeros(2)] * 2] * 2, [torch.zeros(2)]),  # type: ignore[union-attr]
     ),
     "rank": ("no rank 2", lambda: dist.group.WORLD.send([torch.zeros(2)], 2, 0)),  # type: ignore[union-attr]
-    "device": ("no backend for cuda", lambda: dist.group.WORLD._get_backend(torch.device("cuda"))),  # type: ignore[union-attr]
+    "device": ("no backend for xpu", lambda: dist.group.WORLD._get_backend(torch.device("xpu"))),  # type: ignore[union-attr]
     "no timeout": ("above 0", lambda: distributed_c10d._set_pg_timeout(timedelta(0))),
-    "meta": ("CPU tensors", lambda: dist.all_reduce(torch.zeros(2, device="meta"))),
+    "meta": (
+        r"on meta: .* takes tensors of cpu and cuda; pass tensor\.cpu\(\)",
+        lambda: dist.all_reduce(torch.zeros(2, device="meta")),
+    ),
+    "sparse on a device": (
+        "sparse tensor on meta",
+        lambda: dist.all_reduce(
+            torch.sparse_coo_tensor(torch.zeros(1, 0).long(), torch.zeros(0), (2,), device="meta")
+        ),
+    ),
 }
 
 

@@ -37,6 +37,21 @@ def test_tags_are_matched_whatever_the_order(comm: Communicator) -> None:
         assert torch.equal(tensor, torch.full((3,), float(index)))
 
 
+@with_world()
+def test_a_message_leaves_when_it_is_there(comm: Communicator) -> None:
+    """As one on a device, which is copied to the host first."""
+    messenger = dist.group.WORLD._messenger  # type: ignore[union-attr]
+    for to in (1, 0):
+        tensor, received = torch.zeros(3), torch.empty(3)
+        works = [dist.irecv(received, 0, tag=4)] if comm.rank == to else []
+        if comm.rank == 0:
+            copy = mock.Mock(wait=lambda seconds, check, x=tensor, value=5.0 + to: x.fill_(value))
+            works.append(messenger.send(tensor, copy, to, 4))
+        for work in works:
+            work.wait()
+        assert comm.rank != to or torch.equal(received, torch.full((3,), 5.0 + to))
+
+
 @with_world(3)
 def test_any_source(comm: Communicator) -> None:
     if comm.rank > 0:

@@ -214,7 +214,7 @@ def test_the_overloads_of_process_groups(comm: Communicator) -> None:
     group.reduce_scatter(blocks[1], list(mine().chunk(2)), dist.ReduceOp.SUM).wait()
     assert torch.equal(blocks[1], total.chunk(2)[comm.rank])
     group.barrier(limit).wait()
-    assert group._device_types == [torch.device("cpu")]
+    assert group._device_types == [torch.device("cpu"), torch.device("cuda")]
     assert not group._get_backend(torch.device("cpu")).supports_tensor_alloc(torch.device("cpu"))
 
 

@@ -64,9 +64,11 @@ def test_every_collective_in_any_order(comm: Communicator) -> None:
     queue = comm.named_queue()
     x = np.arange(4.0)[:, None] + comm.rank
     ranks = range(comm.size)
+    into = np.empty((4 // comm.size + (comm.rank < 4 % comm.size), 1))
     submits = {
         "sum": lambda: queue.allreduce_async(x, name="sum"),
         "scatter": lambda: queue.reduce_scatter_async(x, name="scatter", op="max"),
+        "into": lambda: queue.reduce_scatter_async(x, name="into", op="max", out=into),
         "gather": lambda: queue.allgather_async(x[: comm.rank + 1], name="gather"),
         "send": lambda: queue.broadcast_async(x, comm.size - 1, name="send"),
         "swap": lambda: queue.alltoall_async(np.full(2 * comm.size, comm.rank), [2] * comm.size, name="swap"),
@@ -79,6 +81,8 @@ def test_every_collective_in_any_order(comm: Communicator) -> None:
     np.testing.assert_array_equal(works["sum"].wait(), np.sum(every, axis=0))
     share = np.array_split(np.max(every, axis=0), comm.size)[comm.rank]
     np.testing.assert_array_equal(works["scatter"].wait(), share)
+    assert works["into"].wait() is into
+    np.testing.assert_array_equal(into, share)
     parts = np.concatenate([each[: rank + 1] for rank, each in enumerate(every)])
     np.testing.assert_array_equal(works["gather"].wait(), parts)
     np.testing.assert_array_equal(works["send"].wait(), every[-1])
