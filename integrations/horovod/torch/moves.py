@@ -172,8 +172,10 @@ def _reduce_scatter(
 def _room_for_share(tensor: Tensor, operations: Operations) -> Tensor | None:
     """Memory for this rank's rows of a tensor on a device, of Torch's pool: the core would take it beside
     that. None: the tensor is on the host."""
+    if not tensor.is_cuda:
+        return None
     rows, left = divmod(tensor.shape[0], operations.size)
-    return tensor.new_empty(rows + (operations.rank < left), *tensor.shape[1:]) if tensor.is_cuda else None
+    return tensor.new_empty(rows + (operations.rank < left), *tensor.shape[1:])
 
 
 def reducescatter_async(
