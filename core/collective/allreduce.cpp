@@ -15,7 +15,7 @@
 #include "base/cache.h"
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
-#include "collective/device_arrays.h"
+#include "collective/device/device_arrays.h"
 #include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
 #include "collective/sums/rank_pointers.h"

@@ -4,7 +4,7 @@
 
 #include "collective/cluster/cluster_copy.h"
 #include "collective/collectives.h"
-#include "collective/device_arrays.h"
+#include "collective/device/device_arrays.h"
 #include "collective/gathers.h"
 #include "collective/staged/staged_copy.h"
 

@@ -3,7 +3,7 @@
 #include "base/arithmetic/kernels/copy.h"
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
-#include "collective/device_arrays.h"
+#include "collective/device/device_arrays.h"
 #include "collective/staged/staged_copy.h"
 
 namespace multiring {

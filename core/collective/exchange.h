@@ -8,9 +8,9 @@
 
 #include "base/export.h"
 #include "collective/descriptor.h"
-#include "collective/device_offers.h"
-#include "collective/nccl_groups.h"
-#include "collective/peer_memory.h"
+#include "collective/device/device_offers.h"
+#include "collective/device/nccl_groups.h"
+#include "collective/device/peer_memory.h"
 #include "collective/plan/plan_cache.h"
 #include "transport/transport.h"
 

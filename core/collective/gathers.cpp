@@ -6,7 +6,7 @@
 #include "collective/cluster/cluster_copy.h"
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
-#include "collective/device_arrays.h"
+#include "collective/device/device_arrays.h"
 #include "collective/kinds.h"
 
 namespace multiring {

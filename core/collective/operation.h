@@ -58,7 +58,7 @@ class ResultBuffer {
 };
 
 /// The arrays of an operation that lie on devices: there is one at least. The operation itself runs on host
-/// memory in their place (collective/device_arrays.h), unless NCCL runs it where they lie.
+/// memory in their place (collective/device/device_arrays.h), unless NCCL runs it where they lie.
 struct DeviceArrays {
   std::shared_ptr<Devices> devices;
   Buffer input;  ///< host memory, as is `output`, where it is not on a device

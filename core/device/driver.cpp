@@ -8,24 +8,8 @@ namespace {
 
 constexpr const char* kLibrary = "libcuda.so.1";
 
-/// Fills functions of the table; the first of them that the library lacks is told.
-class Finder {
- public:
-  explicit Finder(const SharedLibrary& library) : library_(library) {}
-  template <class Entry>
-  void operator()(const char* name, Entry* entry) {
-    *entry = reinterpret_cast<Entry>(library_.find(name));
-    if (*entry == nullptr && missing_.empty()) missing_ = name;
-  }
-  const std::string& missing() const { return missing_; }
-
- private:
-  const SharedLibrary& library_;
-  std::string missing_;
-};
-
 void fill_for_peers(const SharedLibrary& library, Driver* driver) {
-  Finder find(library);
+  FunctionFinder find(library);
   find("cuMemcpyDtoDAsync_v2", &driver->copy_on_device);
   find("cuDeviceGetAttribute", &driver->device_attribute);
   find("cuModuleLoadData", &driver->module_load);
@@ -39,7 +23,7 @@ void fill_for_peers(const SharedLibrary& library, Driver* driver) {
 
 /// The first function that the library lacks and has to have; empty: none.
 std::string fill(const SharedLibrary& library, Driver* driver) {
-  Finder find(library);
+  FunctionFinder find(library);
   find("cuInit", &driver->init);
   find("cuDriverGetVersion", &driver->driver_version);
   find("cuGetErrorName", &driver->error_name);

@@ -23,11 +23,7 @@ std::string_view text_of(const char* variable) {
 }
 
 std::string fill(const SharedLibrary& library, Library* table) {
-  std::string missing;
-  const auto find = [&]<class Function>(const char* name, Function* function) {
-    *function = reinterpret_cast<Function>(library.find(name));
-    if (*function == nullptr && missing.empty()) missing = name;
-  };
+  FunctionFinder find(library);
   find("ncclGetVersion", &table->get_version);
   find("ncclGetErrorString", &table->error_string);
   find("ncclGetLastError", &table->last_error);
@@ -44,7 +40,7 @@ std::string fill(const SharedLibrary& library, Library* table) {
   find("ncclBroadcast", &table->broadcast);
   find("ncclSend", &table->send);
   find("ncclRecv", &table->receive);
-  return missing;
+  return find.missing();
 }
 
 }  // namespace

@@ -7,11 +7,7 @@ namespace multiring::nvrtc {
 namespace {
 
 std::string fill(const SharedLibrary& library, Library* table) {
-  std::string missing;
-  const auto find = [&]<class Function>(const char* name, Function* function) {
-    *function = reinterpret_cast<Function>(library.find(name));
-    if (*function == nullptr && missing.empty()) missing = name;
-  };
+  FunctionFinder find(library);
   find("nvrtcVersion", &table->get_version);
   find("nvrtcGetErrorString", &table->error_string);
   find("nvrtcCreateProgram", &table->create);
@@ -21,7 +17,7 @@ std::string fill(const SharedLibrary& library, Library* table) {
   find("nvrtcGetProgramLog", &table->log);
   find("nvrtcGetCUBINSize", &table->cubin_size);
   find("nvrtcGetCUBIN", &table->cubin);
-  return missing;
+  return find.missing();
 }
 
 /// A program, which is destroyed in any case.

@@ -54,4 +54,20 @@ class MULTIRING_API SharedLibrary {
   std::string origin_;
 };
 
+/// Fills a table of functions; the first of them that the library lacks is told.
+class FunctionFinder {
+ public:
+  explicit FunctionFinder(const SharedLibrary& library) : library_(library) {}
+  template <class Function>
+  void operator()(const char* name, Function* function) {
+    *function = reinterpret_cast<Function>(library_.find(name));
+    if (*function == nullptr && missing_.empty()) missing_ = name;
+  }
+  const std::string& missing() const { return missing_; }
+
+ private:
+  const SharedLibrary& library_;
+  std::string missing_;
+};
+
 }  // namespace multiring

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/text.h"
-#include "collective/device_arrays.h"
+#include "collective/device/device_arrays.h"
 #include "collective/kinds.h"
 #include "engine/communicator_list.h"
 #include "engine/operation_lock.h"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from multiring import Communicator
 from tests.adapters.torch_distributed.support import numbers
 
 # Some milliseconds on a processor of 1 to 2 GHz.
@@ -96,3 +97,20 @@ def make_batch(rank: int, step: int, device: str, dtype: torch.dtype = torch.flo
 def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     squared: torch.Tensor = (net(x) ** 2).mean()
     return squared
+
+
+def expect_normalised_together(comm: Communicator, layer: nn.Module, device: str) -> None:
+    """Expects that a layer of 6 features normalises as one process over the whole batch does, on a device and
+    the current stream."""
+    whole = nn.BatchNorm1d(6).double()
+    every = torch.cat([make_batch(rank, 0, "cpu") for rank in range(comm.size)]).requires_grad_()
+    x = make_batch(comm.rank, 0, device).requires_grad_()
+    (layer(x) ** 3).sum().backward()
+    (whole(every) ** 3).sum().backward()
+    assert x.grad is not None
+    assert every.grad is not None
+    mine = slice(4 * comm.rank, 4 * (comm.rank + 1))
+    torch.testing.assert_close(x.grad.cpu(), every.grad[mine], rtol=1e-6, atol=1e-9)
+    assert isinstance(layer.running_var, torch.Tensor)
+    assert whole.running_var is not None
+    torch.testing.assert_close(layer.running_var.cpu(), whole.running_var)

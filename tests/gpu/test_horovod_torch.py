@@ -14,7 +14,15 @@ import multiring.horovod.torch as hvd
 import multiring.torch
 from multiring import Communicator
 from tests.adapters.horovod.support import with_hvd
-from tests.gpu.late_tensors import Place, assert_same, loss_of, make_batch, make_net, on_devices
+from tests.gpu.late_tensors import (
+    Place,
+    assert_same,
+    expect_normalised_together,
+    loss_of,
+    make_batch,
+    make_net,
+    on_devices,
+)
 from tests.on_ranks import same_everywhere
 
 Tensors = list[torch.Tensor]
@@ -303,17 +311,4 @@ def test_state_of_an_optimizer(comm: Communicator, device: str) -> None:
 @on_devices(2)
 def test_batch_normalisation(comm: Communicator, device: str) -> None:
     """As over the whole batch in one process."""
-    torch.manual_seed(3)
-    whole = nn.BatchNorm1d(6).double()
-    layer = hvd.SyncBatchNorm(6).double().to(device)
-    every = torch.cat([make_batch(rank, 0, "cpu") for rank in range(comm.size)]).requires_grad_()
-    x = make_batch(comm.rank, 0, device).requires_grad_()
-    (layer(x) ** 3).sum().backward()
-    (whole(every) ** 3).sum().backward()
-    assert x.grad is not None
-    assert every.grad is not None
-    mine = slice(4 * comm.rank, 4 * (comm.rank + 1))
-    torch.testing.assert_close(x.grad.cpu(), every.grad[mine], rtol=1e-6, atol=1e-9)
-    assert layer.running_var is not None
-    assert whole.running_var is not None
-    torch.testing.assert_close(layer.running_var.cpu(), whole.running_var)
+    expect_normalised_together(comm, hvd.SyncBatchNorm(6).double().to(device), device)

@@ -17,7 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multiring import Communicator
 from tests.adapters.torch_distributed.support import with_world
-from tests.gpu.late_tensors import Place, loss_of, make_batch, make_net, on_devices
+from tests.gpu.late_tensors import (
+    Place,
+    expect_normalised_together,
+    loss_of,
+    make_batch,
+    make_net,
+    on_devices,
+)
 from tests.on_ranks import same_everywhere
 
 
@@ -121,18 +128,5 @@ def test_fully_sharded(comm: Communicator, device: str) -> None:
 @with_world(2)
 def test_batch_normalisation_of_torch(comm: Communicator) -> None:
     """That of torch.nn, which takes tensors on devices alone."""
-    torch.manual_seed(3)
-    whole = nn.BatchNorm1d(6).double()
-    layer = nn.SyncBatchNorm(6).double().cuda()
-    every = torch.cat([make_batch(rank, 0, "cpu") for rank in range(comm.size)]).requires_grad_()
-    x = make_batch(comm.rank, 0, "cuda").requires_grad_()
     with torch.cuda.stream(torch.cuda.Stream()):
-        (layer(x) ** 3).sum().backward()
-        (whole(every) ** 3).sum().backward()
-        assert x.grad is not None
-        assert every.grad is not None
-        mine = slice(4 * comm.rank, 4 * (comm.rank + 1))
-        torch.testing.assert_close(x.grad.cpu(), every.grad[mine], rtol=1e-6, atol=1e-9)
-        assert layer.running_var is not None
-        assert whole.running_var is not None
-        torch.testing.assert_close(layer.running_var.cpu(), whole.running_var)
+        expect_normalised_together(comm, nn.SyncBatchNorm(6).double().cuda(), "cuda")

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "base/cache.h"
-#include "collective/device_arrays.h"
+#include "collective/device/device_arrays.h"
 #include "collective/sums/rank_pointers.h"
 
 namespace multiring {

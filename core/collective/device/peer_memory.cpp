@@ -1,4 +1,4 @@
-#include "collective/peer_memory.h"
+#include "collective/device/peer_memory.h"
 
 #include <unistd.h>
 
@@ -12,8 +12,8 @@
 
 #include "base/cache.h"
 #include "base/text.h"
-#include "collective/device_arrays.h"
-#include "collective/device_offers.h"
+#include "collective/device/device_arrays.h"
+#include "collective/device/device_offers.h"
 #include "collective/exchange.h"
 #include "collective/sums/integer_average.h"
 #include "device/peer_kernels.h"

@@ -1,11 +1,11 @@
-#include "collective/device_offers.h"
+#include "collective/device/device_offers.h"
 
 #include <algorithm>
 #include <limits>
 #include <span>
 #include <string>
 
-#include "collective/device_arrays.h"
+#include "collective/device/device_arrays.h"
 #include "collective/exchange.h"
 #include "collective/kinds.h"
 #include "device/nccl.h"

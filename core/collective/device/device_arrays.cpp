@@ -1,4 +1,4 @@
-#include "collective/device_arrays.h"
+#include "collective/device/device_arrays.h"
 
 #include <chrono>
 #include <string>

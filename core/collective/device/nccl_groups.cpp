@@ -1,4 +1,4 @@
-#include "collective/nccl_groups.h"
+#include "collective/device/nccl_groups.h"
 
 #include <algorithm>
 #include <array>
@@ -7,8 +7,8 @@
 #include <string_view>
 #include <utility>
 
-#include "collective/device_arrays.h"
-#include "collective/device_offers.h"
+#include "collective/device/device_arrays.h"
+#include "collective/device/device_offers.h"
 #include "collective/kinds.h"
 
 namespace multiring {
