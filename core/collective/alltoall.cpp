@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <vector>
 
@@ -24,13 +25,43 @@ std::vector<nccl::Call> calls_of(std::span<const StagedCopy::Outgoing> outgoing,
   return calls;
 }
 
+/// What the splits of all ranks say, in rows.
+struct Rows {
+  std::vector<std::uint64_t> to_me;  ///< by the rank that sends them
+  std::vector<std::uint64_t> to;     ///< by the rank that receives them
+  std::uint64_t longest = 0;         ///< from one rank to another or itself
+  std::uint64_t longest_here = 0;    ///< between two ranks of this host
+};
+
+Rows rows_of_all(const Exchange& exchange) {
+  const Transport& transport = exchange.transport();
+  const auto size = static_cast<std::size_t>(exchange.size());
+  const int host = transport.host_number(exchange.rank());
+  const auto is_here = [&](std::size_t rank) {
+    return transport.host_number(static_cast<int>(rank)) == host;
+  };
+  Rows rows{std::vector<std::uint64_t>(size), std::vector<std::uint64_t>(size)};
+  std::vector<std::uint64_t> splits(size);
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    std::memcpy(splits.data(), exchange.staging(static_cast<int>(rank)), size * sizeof(std::uint64_t));
+    rows.to_me[rank] = splits[static_cast<std::size_t>(exchange.rank())];
+    const bool is_sent_here = is_here(rank);
+    for (std::size_t reader = 0; reader < size; ++reader) {
+      rows.to[reader] += splits[reader];
+      rows.longest = std::max(rows.longest, splits[reader]);
+      if (is_sent_here && reader != rank && is_here(reader))
+        rows.longest_here = std::max(rows.longest_here, splits[reader]);
+    }
+  }
+  return rows;
+}
+
 }  // namespace
 
 // The first round carries every rank's splits in staging memory, the following ones the rows, one section for
 // each reader.
 void alltoall(Exchange& exchange, const OperationCall& call, Operation& operation) {
   const auto size = static_cast<std::size_t>(exchange.size());
-  const auto self = static_cast<std::size_t>(exchange.rank());
   const std::size_t row_bytes = operation.descriptor.key.count * operation.element_size();
   const std::size_t table_bytes = size * sizeof(std::uint64_t);
   if (table_bytes > exchange.transport().staging_bytes())
@@ -38,28 +69,14 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
                 "MULTIRING_STAGING_BYTES is too small for an alltoall of " + std::to_string(size) + " ranks");
 
   operation.descriptor.key.algorithm = exchange.plans().rules_hash(Collective::kAlltoall);
+  publish_room(operation);
   exchange.match(call, operation.descriptor, [&] {
     std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);
     exchange.staged(table_bytes);
   });
 
-  std::uint64_t longest = 0;
-  std::uint64_t longest_here = 0;
-  const Transport& transport = exchange.transport();
-  const int host = transport.host_number(exchange.rank());
-  const auto is_here = [&](std::size_t rank) {
-    return transport.host_number(static_cast<int>(rank)) == host;
-  };
-  std::vector<std::uint64_t> to_me(size);
-  std::vector<std::uint64_t> splits(size);
-  for (std::size_t rank = 0; rank < size; ++rank) {
-    std::memcpy(splits.data(), exchange.staging(static_cast<int>(rank)), table_bytes);
-    to_me[rank] = splits[self];
-    longest = std::max(longest, *std::max_element(splits.begin(), splits.end()));
-    if (!is_here(rank)) continue;
-    for (std::size_t reader = 0; reader < size; ++reader)
-      if (reader != rank && is_here(reader)) longest_here = std::max(longest_here, splits[reader]);
-  }
+  const Rows rows = rows_of_all(exchange);
+  require_room(exchange, call, [&](int rank) { return rows.to[static_cast<std::size_t>(rank)] * row_bytes; });
   const bool by_nccl = any_offers(exchange) && exchange.offers().agree(exchange, call, operation);
   std::vector<StagedCopy::Outgoing> outgoing(size);
   const std::byte* next = operation.input;
@@ -67,14 +84,15 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     outgoing[rank] = {next, operation.splits[rank] * row_bytes};
     next += outgoing[rank].bytes;
   }
-  const std::vector<StagedCopy::Incoming> incoming = join_rows(exchange, call, operation, to_me, row_bytes);
+  const std::vector<StagedCopy::Incoming> incoming = join_rows(operation, rows.to_me, row_bytes);
   if (by_nccl) return exchange.nccl().run(exchange, call, operation, calls_of(outgoing, incoming));
-  if (longest * row_bytes == 0) return;
+  const std::size_t longest = rows.longest * row_bytes;
+  if (longest == 0) return;
   const CrossingAlgorithm& algorithm =
-      exchange.plans().algorithm(transport, Collective::kAlltoall, longest * row_bytes * size, Order::kAny);
+      exchange.plans().algorithm(exchange.transport(), Collective::kAlltoall, longest * size, Order::kAny);
   if (!algorithm.is_rounds())
-    return ClusterCopy(exchange, call, outgoing, incoming).run(longest_here * row_bytes);
-  StagedCopy copy(exchange, call, outgoing, longest * row_bytes);
+    return ClusterCopy(exchange, call, outgoing, incoming).run(rows.longest_here * row_bytes);
+  StagedCopy copy(exchange, call, outgoing, longest);
   exchange.next(call, [&] { copy.stage_first(); });
   copy.run(incoming);
 }

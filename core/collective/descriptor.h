@@ -59,12 +59,16 @@ static_assert(sizeof(MatchKey) == 56, "compared as bytes: no padding");
 struct MULTIRING_API Descriptor {
   static constexpr int kMaxDims = 8;
   static constexpr std::size_t kNameBytes = 120;
+  static constexpr std::uint64_t kAllocated = UINT64_MAX;
 
   MatchKey key;
   std::uint64_t round = 0;      ///< round in whose header this lies
   std::uint64_t submitted = 0;  ///< asynchronous operations this rank has submitted so far
   std::uint64_t bytes = 0;      ///< that this rank contributes
   std::uint64_t rows = 0;       ///< this rank's extent along axis 0
+  /// Bytes of the memory that this rank gives for rows of all ranks (OpTraits::Output::kJoined); kAllocated:
+  /// it gives none. Compared with what it receives (gathers.h).
+  std::uint64_t room = kAllocated;
   // Regions and offsets of buffers in symmetric memory (region 0: other memory); not compared.
   std::uint64_t input_offset = 0;
   std::uint64_t output_offset = 0;

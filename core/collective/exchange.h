@@ -94,6 +94,9 @@ class MULTIRING_API Exchange {
   /// ranks.
   SymmetricRanks symmetric_ranks(bool outputs) const;
   [[noreturn]] void throw_mismatch(const OperationCall& call) const;
+  /// A mismatch that all ranks see. `alike(a, b)`: whether two ranks did the same, right or wrong.
+  [[noreturn]] void throw_mismatch_of(const OperationCall& call, const std::string& text,
+                                      const std::function<bool(int, int)>& alike) const;
   /// The same where this rank alone knows. `peer`: with which it does not agree; negative: none.
   [[noreturn]] void throw_mismatch_with(const OperationCall& call, int peer, const std::string& text) const;
   /// For data of a peer that cannot be right.

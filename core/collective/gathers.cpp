@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string>
 
 #include "collective/cluster/cluster_copy.h"
 #include "collective/cluster/plan_run.h"
@@ -11,21 +12,34 @@
 
 namespace multiring {
 
-std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const OperationCall& call,
-                                            Operation& operation, const std::vector<std::uint64_t>& rows,
+void publish_room(Operation& operation) {
+  operation.descriptor.room = operation.output == nullptr ? Descriptor::kAllocated : operation.output_bytes;
+}
+
+void require_room(const Exchange& exchange, const OperationCall& call,
+                  const std::function<std::size_t(int rank)>& total_of) {
+  const auto fits = [&](int rank) {
+    const std::uint64_t room = exchange.descriptor(rank).room;
+    return room == Descriptor::kAllocated || room == total_of(rank);
+  };
+  for (int rank = 0; rank < exchange.size(); ++rank) {
+    if (fits(rank)) continue;
+    const Descriptor& theirs = exchange.descriptor(rank);
+    exchange.throw_mismatch_of(
+        call,
+        exchange.name_of(rank) + ": out of " + describe(theirs) + " has " + std::to_string(theirs.room) +
+            " bytes where the ranks send " + std::to_string(total_of(rank)) +
+            " together; omit out to have it allocated (raised on " + exchange.where(call) + ")",
+        [&](int a, int b) { return fits(a) == fits(b); });
+  }
+}
+
+std::vector<StagedCopy::Incoming> join_rows(Operation& operation, const std::vector<std::uint64_t>& rows,
                                             std::size_t row_bytes) {
   operation.received = rows;
-  const std::size_t total = std::accumulate(rows.begin(), rows.end(), std::size_t{0}) * row_bytes;
   if (operation.output == nullptr) {
-    operation.result.allocate(total);
+    operation.result.allocate(std::accumulate(rows.begin(), rows.end(), std::size_t{0}) * row_bytes);
     operation.output = operation.result.data();
-  } else if (operation.output_bytes != total) {
-    // The peers continue with the operation, so this rank has to fail it for all.
-    exchange.throw_mismatch_with(call, -1,
-                                 "rank " + std::to_string(exchange.rank()) + ": out of " +
-                                     describe(operation.descriptor) + " has " +
-                                     std::to_string(operation.output_bytes) + " bytes where the ranks send " +
-                                     std::to_string(total) + " together; omit out to have it allocated");
   }
   std::vector<StagedCopy::Incoming> incoming;
   std::byte* next = operation.output;
@@ -37,12 +51,6 @@ std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const Oper
 }
 
 namespace {
-
-std::vector<std::uint64_t> rows_of_all(const Exchange& exchange) {
-  std::vector<std::uint64_t> rows;
-  for (int rank = 0; rank < exchange.size(); ++rank) rows.push_back(exchange.descriptor(rank).rows);
-  return rows;
-}
 
 /// Messages go to the root's host only.
 void gather_by_messages(Exchange& exchange, const OperationCall& call, const Operation& operation,
@@ -60,12 +68,19 @@ struct Pieces {
   std::vector<std::uint64_t> rows;  ///< of each rank
   std::size_t row_bytes = 0;
   std::size_t longest = 0;
+  std::size_t total = 0;
 };
 
 Pieces pieces_of(const Exchange& exchange, const Operation& operation) {
   // key.count is the number of elements in a row.
-  Pieces pieces{rows_of_all(exchange), operation.descriptor.key.count * operation.element_size()};
-  pieces.longest = *std::ranges::max_element(pieces.rows) * pieces.row_bytes;
+  Pieces pieces;
+  pieces.row_bytes = operation.descriptor.key.count * operation.element_size();
+  for (int rank = 0; rank < exchange.size(); ++rank) {
+    pieces.rows.push_back(exchange.descriptor(rank).rows);
+    const std::size_t bytes = pieces.rows.back() * pieces.row_bytes;
+    pieces.longest = std::max(pieces.longest, bytes);
+    pieces.total += bytes;
+  }
   return pieces;
 }
 
@@ -88,9 +103,12 @@ class Gathering {
     const auto stage = [&] {
       if (algorithm(operation_.descriptor.bytes).is_rounds()) stage_first();
     };
-    const bool by_nccl = match_by_nccl(exchange_, call_, operation_, stage, [] {});
-    pieces_ = pieces_of(exchange_, operation_);
-    return by_nccl;
+    const MatchKey& key = operation_.descriptor.key;
+    if (key.kind != OpKind::kGather || key.root == exchange_.rank()) publish_room(operation_);
+    return match_by_nccl(exchange_, call_, operation_, stage, [&] {
+      pieces_ = pieces_of(exchange_, operation_);
+      require_room(exchange_, call_, [&](int) { return pieces_.total; });
+    });
   }
 
   const Pieces& pieces() const { return pieces_; }
@@ -148,7 +166,7 @@ void allgather(Exchange& exchange, const OperationCall& call, Operation& operati
   Gathering gathering(exchange, call, operation, Collective::kAllgather);
   const bool by_nccl = gathering.match();
   const std::vector<StagedCopy::Incoming> incoming =
-      join_rows(exchange, call, operation, gathering.pieces().rows, gathering.pieces().row_bytes);
+      join_rows(operation, gathering.pieces().rows, gathering.pieces().row_bytes);
   if (by_nccl) return exchange.nccl().run(exchange, call, operation, calls_of(exchange, operation, incoming));
   const CrossingAlgorithm& algorithm = gathering.algorithm();
   if (algorithm.is_rounds()) return gathering.run_in_rounds(incoming);
@@ -161,10 +179,9 @@ void allgather(Exchange& exchange, const OperationCall& call, Operation& operati
 void gather(Exchange& exchange, const OperationCall& call, Operation& operation) {
   Gathering gathering(exchange, call, operation, Collective::kGather);
   gathering.match();
-  const auto& [rows, row_bytes, longest] = gathering.pieces();
+  const auto& [rows, row_bytes, longest, total] = gathering.pieces();
   std::vector<StagedCopy::Incoming> incoming(rows.size());
-  if (exchange.rank() == operation.descriptor.key.root)
-    incoming = join_rows(exchange, call, operation, rows, row_bytes);
+  if (exchange.rank() == operation.descriptor.key.root) incoming = join_rows(operation, rows, row_bytes);
   if (gathering.algorithm().is_rounds()) return gathering.run_in_rounds(incoming);
   gather_by_messages(exchange, call, operation, incoming, longest);
 }

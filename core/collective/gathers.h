@@ -1,5 +1,8 @@
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "collective/exchange.h"
@@ -8,10 +11,16 @@
 
 namespace multiring {
 
+/// Before a match: tells the others what memory this rank gives for the rows that it receives.
+void publish_room(Operation& operation);
+/// After it, on all ranks: raises a mismatch error unless that of `rank` has room for `total_of(rank)` bytes
+/// and no more.
+void require_room(const Exchange& exchange, const OperationCall& call,
+                  const std::function<std::size_t(int rank)>& total_of);
+
 /// Places the pieces of all ranks one after the other in the operation's output (allocated if there is none),
-/// after checking its size; fills `operation.received`. `rows[r]`: rows that come from rank r.
-std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const OperationCall& call,
-                                            Operation& operation, const std::vector<std::uint64_t>& rows,
+/// which has room for them; fills `operation.received`. `rows[r]`: rows that come from rank r.
+std::vector<StagedCopy::Incoming> join_rows(Operation& operation, const std::vector<std::uint64_t>& rows,
                                             std::size_t row_bytes);
 
 }  // namespace multiring

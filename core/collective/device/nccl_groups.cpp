@@ -92,7 +92,8 @@ void await_event(nccl::Communicator& comm, cuda::Event event, const Exchange& ex
 }  // namespace
 
 bool NcclGroups::prepare(Exchange& exchange, const OperationCall& call, const Operation& operation) {
-  agreed_ = find(exchange, call, operation);
+  // From here on an error of this rank has to end what the others begin.
+  running_ = agreed_ = find(exchange, call, operation);
   return agreed_ != nullptr;
 }
 
@@ -121,7 +122,6 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
       exchange, call, [&] { return made->is_ready(); },
       "NCCL to connect the ranks. NCCL_DEBUG=INFO shows how far it is; MULTIRING_MODE=staged does without "
       "it.");
-  running_ = nullptr;
   return made.get();
 }
 
@@ -142,7 +142,6 @@ void NcclGroups::run(Exchange& exchange, const OperationCall& call, Operation& o
   nccl::Communicator* const comm = agreed_;
   Devices& devices = comm->devices();
   const OpTraits& traits = traits_of(operation.descriptor);
-  running_ = comm;
   result_ = operation.result.memory();
   if (traits.reduces)
     comm->begin(calls, *nccl::dtype_code(operation.dtype()),

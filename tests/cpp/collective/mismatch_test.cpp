@@ -165,6 +165,30 @@ TEST_P(MismatchTest, SizesOfSymmetricMemory) {
       {"symmetric_empty uint8[4096]", "symmetric_empty uint8[8192]"});
 }
 
+/// Memory for the rows of all ranks, of which one rank has too little: all are told so, and of the same rank.
+TEST_P(MismatchTest, RoomForTheRowsOfAllRanks) {
+  const auto ranks = static_cast<std::size_t>(size());
+  for (const OpKind kind : {OpKind::kAllgather, OpKind::kAlltoall, OpKind::kGather}) {
+    RankGroup group(GetParam().group.options());
+    const auto outcomes = group.outcomes([&](Communicator& communicator) {
+      const std::vector<float> x(2 * ranks);
+      std::vector<float> out(x.size() * ranks);
+      Request request{.kind = kind, .rows = x.size(), .input = x.data(), .output = out.data()};
+      request.root = kind == OpKind::kGather ? odd() : -1;
+      if (kind == OpKind::kAlltoall) request.splits.assign(ranks, 2);
+      request.output_bytes = sizeof(float) * (kind == OpKind::kAlltoall ? x.size() : out.size());
+      if (communicator.rank() == odd()) request.output_bytes -= sizeof(float);
+      perform(communicator, request, mode());
+    });
+    expect_all_raised(outcomes, ErrorKind::kMismatch, "rank " + std::to_string(odd()) + ": out of",
+                      "omit out to have it allocated");
+    for (int rank = 0; rank < size(); ++rank) {
+      const int common = odd() == 0 ? 1 : 0;
+      EXPECT_EQ(outcomes[static_cast<std::size_t>(rank)]->context().peer, rank == odd() ? common : odd());
+    }
+  }
+}
+
 // The same operation, but not in the same way: whether it would match depended on timing.
 TEST_P(MismatchTest, SynchronousAgainstAsynchronous) {
   expect_all_raise(

@@ -257,14 +257,15 @@ class DeviceNcclAgreementTest : public DeviceNcclCollectivesTest {
  protected:
   static constexpr std::size_t kCount = 20'000;
 
+  std::size_t rows_to(int rank) const {
+    return block_range(kCount, static_cast<std::size_t>(size_), static_cast<std::size_t>(rank)).size();
+  }
   /// One of these, from an array to where the collective allocates it, or in place.
   Operation made(OpKind kind, const DeviceArray& x) {
     Request request{.kind = kind};
     if (kind == OpKind::kBroadcast) request.root = 0;
     if (kind == OpKind::kAlltoall)
-      for (int rank = 0; rank < size_; ++rank)
-        request.splits.push_back(
-            block_range(kCount, static_cast<std::size_t>(size_), static_cast<std::size_t>(rank)).size());
+      for (int rank = 0; rank < size_; ++rank) request.splits.push_back(rows_to(rank));
     return operation(request, x, kind == OpKind::kBroadcast ? &x : nullptr);
   }
   static Operation on_host(Operation operation, Values& x) {
@@ -306,16 +307,22 @@ TEST_P(DeviceNcclAgreementTest, AnArrayOnTheHostOfOneRank) {
         });
 }
 
+// All see it before NCCL has begun, which those whose own output fits would else wait in.
 TEST_P(DeviceNcclAgreementTest, AnOutputThatDoesNotFit) {
   if (size_ == 1) GTEST_SKIP() << "one rank has no peers";
-  const auto outcomes = group_.outcomes([&](Communicator& communicator) {
-    const int rank = communicator.rank();
-    const DeviceArray x = array(rank, Values(kCount, 1));
-    const std::size_t wanted = kCount * static_cast<std::size_t>(size_);
-    const DeviceArray out = array(rank, Values(rank == 1 ? wanted - 1 : wanted, -1));
-    run(communicator, operation({.kind = OpKind::kAllgather}, x, &out));
-  });
-  expect_all_raised(outcomes, ErrorKind::kMismatch, "rank 1: out of");
+  for (const OpKind kind : {OpKind::kAllgather, OpKind::kAlltoall}) {
+    RankGroup group(options(size_));
+    const auto outcomes = group.outcomes([&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      const DeviceArray x = array(rank, Values(kCount, 1));
+      run(communicator, made(kind, x));  // NCCL is connected
+      const std::size_t each = kind == OpKind::kAllgather ? kCount : rows_to(rank);
+      const DeviceArray out = array(rank, Values(each * static_cast<std::size_t>(size_) - (rank == 1), -1));
+      Operation asked = made(kind, x);
+      run(communicator, operation({.kind = kind, .splits = asked.splits}, x, &out));
+    });
+    expect_all_raised(outcomes, ErrorKind::kMismatch, "rank 1: out of");
+  }
 }
 
 TEST_P(DeviceNcclAgreementTest, FailuresOfAnOperation) {
