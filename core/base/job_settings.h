@@ -25,6 +25,7 @@ struct JobSettings {
   double heartbeat = 5.0;              ///< seconds, about, until a host that has vanished counts as lost
   std::string host;  ///< ranks with the same name share memory; empty: the kernel's identity
   std::vector<std::string> interfaces;  ///< between hosts, see InterfaceFilter; empty: the default
+  std::string tcp_congestion;           ///< congestion control between hosts, see transport/tcp/sockets.h
   /// Between hosts, a name of transport/world/networks.cpp; empty: as the launcher says.
   std::string transport;
   HostLinks host_links = HostLinks::kSwitch;
@@ -56,6 +57,7 @@ void visit_settings(const Visit& visit) {
   visit("heartbeat", &JobSettings::heartbeat, SettingScope::kRank);
   visit("host", &JobSettings::host, SettingScope::kRank);
   visit("interfaces", &JobSettings::interfaces, SettingScope::kRank);
+  visit("tcp_congestion", &JobSettings::tcp_congestion, SettingScope::kRank);
   visit("transport", &JobSettings::transport, SettingScope::kRank);
   visit("host_links", &JobSettings::host_links, SettingScope::kJob);
   visit("mode", &JobSettings::mode, SettingScope::kJob);

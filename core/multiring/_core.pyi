@@ -831,6 +831,7 @@ class JobSettings:
     mode: str
     order: str
     peer_memory: bool
+    tcp_congestion: str
     transport: str
     tuning: str
     def __init__(self) -> None: ...

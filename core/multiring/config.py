@@ -253,6 +253,12 @@ VARIABLES: tuple[Variable, ...] = (
         _names,
     ),
     Variable(
+        "tcp_congestion",
+        "cubic, reno, dctcp, bbr or another one of /proc/sys/net/ipv4/tcp_allowed_congestion_control",
+        "Congestion control of TCP between hosts. Empty: the host's; cubic or reno where that is BBR.",
+        _line,
+    ),
+    Variable(
         "host_links",
         "switch, ring or line",
         "Which hosts reach which: each each, or its neighbours by number, in a ring or a line "

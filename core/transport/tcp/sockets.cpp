@@ -4,9 +4,11 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cmath>
 #include <string>
+#include <string_view>
 
 #include "base/error.h"
 
@@ -26,11 +28,33 @@ void set_option(int socket, int level, int name, int value) {
   if (::setsockopt(socket, level, name, &value, sizeof value) != 0) throw_errno("setsockopt");
 }
 
+/// Accepted sockets have that of the one that listens.
+void choose_congestion_control(int socket, const std::string& wanted) {
+  const auto take = [&](std::string_view name) {
+    return ::setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name.data(),
+                        static_cast<socklen_t>(name.size())) == 0;
+  };
+  if (!wanted.empty()) {
+    if (take(wanted)) return;
+    throw Error(ErrorKind::kUsage,
+                "MULTIRING_TCP_CONGESTION is '" + wanted +
+                    "', which the kernel of this host does not have, or does not let this user choose: "
+                    "/proc/sys/net/ipv4/tcp_allowed_congestion_control lists what it does");
+  }
+  std::array<char, 16> current{};  // TCP_CA_NAME_MAX
+  socklen_t length = current.size();
+  if (::getsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, current.data(), &length) != 0) return;
+  // BBR sends at the pace at which it has seen a connection deliver, by timers that are late where ranks keep
+  // the processors busy, and sees bursts of a collective for what the path can do.
+  if (std::string_view(current.data()) == "bbr" && !take("cubic")) take("reno");
+}
+
 }  // namespace
 
-UniqueFd listen_on(SocketAddress& address) {
+UniqueFd listen_on(SocketAddress& address, const std::string& congestion) {
   UniqueFd socket = new_socket(address.family());
   if (!socket) throw_errno("socket");
+  choose_congestion_control(socket.get(), congestion);
   if (address.is_ipv6()) set_option(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
   if (::bind(socket.get(), address.data(), address.length()) != 0) {
     if (errno == EADDRNOTAVAIL) return UniqueFd();
@@ -49,9 +73,10 @@ UniqueFd accept_connection(int listener) {
   return UniqueFd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
 }
 
-UniqueFd start_connect(const SocketAddress& from, const SocketAddress& to) {
+UniqueFd start_connect(const SocketAddress& from, const SocketAddress& to, const std::string& congestion) {
   UniqueFd socket = new_socket(to.family());
   if (!socket) return socket;
+  choose_congestion_control(socket.get(), congestion);
   // Connections to different ends can share a port. Kernels without this option have fewer ports.
   const int yes = 1;
   ::setsockopt(socket.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &yes, sizeof yes);

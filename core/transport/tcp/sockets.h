@@ -10,13 +10,17 @@ namespace multiring::tcp {
 
 // Operations on sockets, all of which are non-blocking.
 
+// `congestion`: the kernel's name of the congestion control of a connection (cubic, reno, dctcp, bbr, ...).
+// Empty: that of the host; but where it is BBR, which sends at a pace of its own, cubic, or reno if the user
+// may not choose that. A usage error says that the kernel has or allows none of that name.
+
 /// Listens on `address`; port 0 is replaced by the port that the kernel chose. None if the address cannot be
 /// used: an IPv6 address that is new (for a second), or that another host has.
-UniqueFd listen_on(SocketAddress& address);
+UniqueFd listen_on(SocketAddress& address, const std::string& congestion);
 /// None, with errno set, if there is no connection or it cannot be accepted.
 UniqueFd accept_connection(int listener);
 /// Starts to connect to `to` from the interface of `from`; none, with errno set, if that fails at once.
-UniqueFd start_connect(const SocketAddress& from, const SocketAddress& to);
+UniqueFd start_connect(const SocketAddress& from, const SocketAddress& to, const std::string& congestion);
 /// The error that a connect ended with; 0: it is connected.
 int pending_error(int socket);
 

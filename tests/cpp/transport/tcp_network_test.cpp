@@ -1,7 +1,13 @@
 // Messages over TCP between ranks that are threads: sizes, channels, stripes, order.
 
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
 #include <atomic>
+#include <fstream>
 #include <functional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -310,6 +316,43 @@ TEST(TcpNetwork, InternetProtocolVersion6) {
     EXPECT_TRUE(network.addresses().front().address.is_ipv6());
     exchange_messages(network, {0, 1, 100000});
   });
+}
+
+/// Of the TCP sockets that this process has open.
+std::set<std::string> congestion_controls() {
+  std::set<std::string> names;
+  for (int descriptor = 0; descriptor < 1024; ++descriptor) {
+    char name[17] = {};
+    socklen_t length = sizeof name - 1;
+    if (::getsockopt(descriptor, IPPROTO_TCP, TCP_CONGESTION, name, &length) == 0) names.insert(name);
+  }
+  return names;
+}
+
+TEST(TcpNetwork, CongestionControlIsTheHostsOrWhatIsAskedForAndBbrOnlyThen) {
+  std::string of_host;
+  std::ifstream("/proc/sys/net/ipv4/tcp_congestion_control") >> of_host;
+  for (const std::string asked : {"", "reno"}) {
+    TcpGroup group(2);
+    for (int rank = 0; rank < 2; ++rank) group.options(rank).tcp_congestion = asked;
+    group.run([&](TcpNetwork&) {
+      std::set<std::string> names = congestion_controls();
+      if (!asked.empty()) {
+        EXPECT_EQ(names, std::set{asked});
+      } else if (of_host == "bbr") {
+        EXPECT_TRUE(names == std::set<std::string>{"cubic"} || names == std::set<std::string>{"reno"});
+      } else {
+        EXPECT_EQ(names, std::set{of_host});
+      }
+    });
+  }
+}
+
+TEST(TcpNetwork, CongestionControlThatTheKernelDoesNotHave) {
+  InprocStore store;
+  TcpOptions options = tcp_options(0, 2);
+  options.tcp_congestion = "quick";
+  expect_usage([&] { TcpNetwork(store, options); }, "MULTIRING_TCP_CONGESTION is 'quick'");
 }
 
 TEST(TcpNetwork, AThousandNetworksLeaveNothingOpen) {

@@ -43,7 +43,7 @@ Acceptor::~Acceptor() = default;
 void Acceptor::listen(std::vector<InterfaceAddress>& addresses) {
   std::string unusable;
   std::erase_if(addresses, [&](InterfaceAddress& address) {
-    UniqueFd socket = listen_on(address.address);
+    UniqueFd socket = listen_on(address.address, options_.tcp_congestion);
     if (!socket) {
       unusable += " " + address.interface + " " + address.address.host_text();
       return true;
@@ -104,7 +104,7 @@ void Acceptor::connect(ConnectAttempt& attempt) {
 
 void Acceptor::start(ConnectAttempt& attempt) {
   ++attempt.tries;
-  UniqueFd socket = start_connect(attempt.from.address, attempt.to.address);
+  UniqueFd socket = start_connect(attempt.from.address, attempt.to.address, options_.tcp_congestion);
   if (!socket) {
     attempt.error = errno;
     attempt.state = ConnectAttempt::State::kFailed;
