@@ -130,7 +130,7 @@ void reduce_where_it_lies(Exchange& exchange, const OperationCall& call, Operati
                           std::size_t max_rounds) {
   Operation part = part_of(operation, true);
   const auto meanwhile = [&] { reduce_host_pieces(exchange, call, operation, max_rounds); };
-  if (!is_for_peers(operation.descriptor))
+  if (!operation.descriptor.offers_peers)
     return exchange.nccl().run(exchange, call, operation, calls_of(part), meanwhile);
   Operation* const parts[] = {&part};
   allreduce_in_peer_memory(exchange, call, operation, PieceList(parts), meanwhile);

@@ -5,6 +5,7 @@
 #include "collective/cluster/cluster_copy.h"
 #include "collective/collectives.h"
 #include "collective/device/device_arrays.h"
+#include "collective/device/peer_run.h"
 #include "collective/gathers.h"
 #include "collective/staged/staged_copy.h"
 
@@ -60,7 +61,7 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     for (std::size_t reader = 0; reader < size; ++reader)
       if (reader != rank && is_here(reader)) longest_here = std::max(longest_here, splits[reader]);
   }
-  const bool by_nccl = any_offers(exchange) && exchange.offers().agree(exchange, call, operation);
+  const bool on_devices = any_offers(exchange) && exchange.offers().agree(exchange, call, operation);
   std::vector<StagedCopy::Outgoing> outgoing(size);
   const std::byte* next = operation.input;
   for (std::size_t rank = 0; rank < size; ++rank) {
@@ -68,7 +69,9 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     next += outgoing[rank].bytes;
   }
   const std::vector<StagedCopy::Incoming> incoming = join_rows(exchange, call, operation, to_me, row_bytes);
-  if (by_nccl) return exchange.nccl().run(exchange, call, operation, calls_of(outgoing, incoming));
+  if (on_devices && operation.descriptor.offers_peers)
+    return move_in_peer_memory(exchange, call, operation, outgoing, incoming, longest * row_bytes);
+  if (on_devices) return exchange.nccl().run(exchange, call, operation, calls_of(outgoing, incoming));
   if (longest * row_bytes == 0) return;
   const CrossingAlgorithm& algorithm =
       exchange.plans().algorithm(transport, Collective::kAlltoall, longest * row_bytes * size, Order::kAny);

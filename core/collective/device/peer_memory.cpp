@@ -7,6 +7,7 @@
 #include "collective/device/device_offers.h"
 #include "collective/device/peer_buffers.h"
 #include "collective/exchange.h"
+#include "collective/kinds.h"
 #include "collective/sums/integer_average.h"
 #include "device/peer_kernels.h"
 
@@ -30,8 +31,10 @@ PeerMemory::PeerMemory() = default;
 PeerMemory::~PeerMemory() = default;
 
 bool PeerMemory::serves(const Operation& operation, int ranks) const {
-  if (ranks > peer::kMaxRanks || averages_integers(operation.descriptor)) return false;
-  const std::string why = peer::why_no_kernels(operation.on_devices->devices->driver());
+  const cuda::Driver& driver = operation.on_devices->devices->driver();
+  const bool reduces = traits_of(operation.descriptor).reduces;
+  if (reduces && (ranks > peer::kMaxRanks || averages_integers(operation.descriptor))) return false;
+  const std::string why = reduces ? peer::why_no_kernels(driver) : peer::why_no_peers(driver);
   static std::once_flag told;  // of the process
   if (!why.empty()) std::call_once(told, [&] { tell(why); });
   return why.empty();
@@ -42,7 +45,9 @@ bool PeerMemory::prepare(Exchange& exchange, const OperationCall& call, const Op
   const auto [found, is_new] = made_.try_emplace(offered_devices(exchange));
   std::unique_ptr<PeerBuffers>& buffers = found->second;
   if (!is_new && buffers == nullptr) return false;
-  const std::size_t wanted = buffer_bytes(operation.descriptor.bytes);
+  std::uint64_t most = 0;  // ranks may have different numbers of rows
+  for (int rank = 0; rank < exchange.size(); ++rank) most = std::max(most, exchange.descriptor(rank).bytes);
+  const std::size_t wanted = buffer_bytes(most);
   std::string refusal;
   if (is_new || (buffers->bytes < wanted && !buffers->is_largest)) {
     auto larger =
@@ -61,10 +66,11 @@ bool PeerMemory::prepare(Exchange& exchange, const OperationCall& call, const Op
     }
   }
   const int dtype = static_cast<int>(operation.dtype());
-  if (refusal.empty() && !buffers->kernels.contains(dtype))
+  const bool reduces = traits_of(operation.descriptor).reduces;
+  if (reduces && refusal.empty() && !buffers->kernels.contains(dtype))
     refusal = buffers->compile(exchange, call, operation.dtype());
   if (exchange.rank() == 0 && !refusal.empty()) tell(refusal);
-  if (buffers != nullptr && buffers->kernels[dtype] != nullptr) agreed_ = buffers.get();
+  if (buffers != nullptr && (!reduces || buffers->kernels[dtype] != nullptr)) agreed_ = buffers.get();
   return agreed_ != nullptr;
 }
 
@@ -72,20 +78,30 @@ void PeerMemory::tell(const std::string& refusal) const {
   if (warn_) warn_("arrays on devices pass through the host, and not through peer memory: " + refusal);
 }
 
-PeerBuffers& PeerMemory::begin() {
+PeerBuffers& PeerMemory::begin(const Operation& operation) {
   running_ = agreed_;
+  result_ = operation.result.memory();
   return *running_;
 }
 
+void PeerMemory::end() {
+  running_ = nullptr;
+  result_ = nullptr;
+}
+
 void PeerMemory::end_failed() {
+  std::shared_ptr<std::byte> result = std::move(result_);
   if (running_ == nullptr) return;
   PeerBuffers& failed = *std::exchange(running_, nullptr);
   // Kernels of the others may still write to this rank's buffer, which must not serve again.
   failed.is_abandoned = true;
+  bool is_idle = false;
   try {
-    failed.devices->reaches_end(failed.device, failed.stream, kEndSeconds);
+    is_idle = failed.devices->reaches_end(failed.device, failed.stream, kEndSeconds);
   } catch (const DeviceError&) {  // what has failed before is told
   }
+  // To free it would wait for the device.
+  if (!is_idle && result != nullptr) new std::shared_ptr<std::byte>(std::move(result));
 }
 
 void PeerMemory::release() {

@@ -37,8 +37,8 @@ class MULTIRING_API PeerMemory : Immovable {
   /// them cannot, a warning of rank 0 says why, once for these devices.
   bool prepare(Exchange& exchange, const OperationCall& call, const Operation& operation);
   /// The buffers, on which that operation works until `end`.
-  PeerBuffers& begin();
-  void end() { running_ = nullptr; }
+  PeerBuffers& begin(const Operation& operation);
+  void end();
   /// After an operation that has raised an error, in the same thread, once the peers have been told: returns
   /// when the device works on the program's arrays no more, or after some seconds.
   void end_failed();
@@ -50,8 +50,9 @@ class MULTIRING_API PeerMemory : Immovable {
 
   std::map<std::vector<int>, std::unique_ptr<PeerBuffers>> made_;  // by rank; null: not usable
   std::vector<std::unique_ptr<PeerBuffers>> outgrown_;
-  PeerBuffers* agreed_ = nullptr;   // for the operation in progress
-  PeerBuffers* running_ = nullptr;  // in an operation, or in one that has failed
+  PeerBuffers* agreed_ = nullptr;      // for the operation in progress
+  PeerBuffers* running_ = nullptr;     // in an operation, or in one that has failed
+  std::shared_ptr<std::byte> result_;  // which it writes to
   std::function<void(const std::string&)> warn_;
 };
 

@@ -67,8 +67,9 @@ class PeerRun : Immovable {
     return bits % operation_.element_size() == 0;
   }
 
-  /// Reduces `own`, and what the others' buffers have from `offset` on, to the output of `own` and to these.
-  void reduce(std::size_t offset, const Piece& own) {
+  /// Reduces `own`, and what the others' buffers have from `offset` on, to the output of `own`; `to_all`: and
+  /// to these.
+  void reduce(std::size_t offset, const Piece& own, bool to_all) {
     if (own.bytes == 0) return;
     const Reduction reduction = operation_.reduction();
     const auto self = static_cast<std::size_t>(exchange_.rank());
@@ -76,11 +77,12 @@ class PeerRun : Immovable {
     for (std::size_t rank = 0; rank < buffers_.addresses.size(); ++rank)
       job.inputs[rank] = job.outputs[rank] = buffer(rank) + offset;
     job.inputs[self] = own.input;
-    job.outputs[self] = own.output;
+    job.outputs[to_all ? self : 0] = own.output;
     job.count = own.bytes / operation_.element_size();
     job.prescale = reduction.prescale;
     job.postscale = reduction.postscale;
     job.ranks = static_cast<unsigned>(exchange_.size());
+    job.written = to_all ? job.ranks : 1;
     job.op = static_cast<unsigned>(reduction.op);
     job.divisor = reduction.op == ReduceOp::kAverage ? job.ranks : 1;
     const Devices::Current current(*buffers_.devices, buffers_.device);
@@ -92,7 +94,7 @@ class PeerRun : Immovable {
   static PeerBuffers& begin(Exchange& exchange, const OperationCall& call, const Operation& operation) {
     // Copies that have not been needed read the arrays as long as they run.
     await_part(operation, Staging::kAll, exchange, call);
-    return exchange.peer_memory().begin();
+    return exchange.peer_memory().begin(operation);
   }
 
   /// `needs_peers`: which have not done all of their part then.
@@ -161,13 +163,80 @@ void allreduce_in_peer_memory(Exchange& exchange, const OperationCall& call, con
   const auto combine = [&](Range segment) {
     const Range slice = slice_of(segment);
     const std::size_t place = slice.begin - segment.begin;
-    peers.reduce(place, in_place(slice).value_or(Piece{buffer + place, buffer + place, slice.size()}));
+    peers.reduce(place, in_place(slice).value_or(Piece{buffer + place, buffer + place, slice.size()}), true);
   };
   peers.run(arrays.bytes(), peers.buffer_bytes(),
             {.fill = [&](Range segment) { for_each_copy(segment, fill); },
              .combine = combine,
              .copy_back = [&](Range segment) { for_each_copy(segment, copy_back); },
              .meanwhile = meanwhile});
+}
+
+void reduce_scatter_in_peer_memory(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                                   std::span<const Range> blocks) {
+  PeerRun peers(exchange, call, operation);
+  const auto self = static_cast<std::size_t>(exchange.rank());
+  const std::size_t longest = blocks[0].size();
+  const std::size_t step = blocks.back().end <= peers.buffer_bytes()
+                               ? longest
+                               : peers.buffer_bytes() / blocks.size() / kCacheLine * kCacheLine;
+  std::byte* const buffer = peers.own_buffer();
+  // A segment has a part of each block; in the buffer they lie one after the other.
+  const auto part_of = [&](std::size_t rank, Range segment) {
+    const Range part = intersect({0, blocks[rank].size()}, segment);
+    return Range{blocks[rank].begin + part.begin, blocks[rank].begin + part.end};
+  };
+  const auto place_of = [&](std::size_t rank, Range segment) {
+    std::size_t place = 0;
+    for (std::size_t before = 0; before < rank; ++before) place += part_of(before, segment).size();
+    return place;
+  };
+  // The rank's own part is read and written where it is.
+  const Piece whole{operation.input + blocks[self].begin, operation.output, blocks[self].size()};
+  const bool in_place = peers.is_aligned(whole);
+  const auto fill = [&](Range segment) {
+    for (std::size_t rank = 0; rank < blocks.size(); ++rank) {
+      const Range part = part_of(rank, segment);
+      if (rank != self || !in_place)
+        peers.copy(buffer + place_of(rank, segment), operation.input + part.begin, part.size());
+    }
+  };
+  const auto combine = [&](Range segment) {
+    const std::size_t place = place_of(self, segment);
+    const Range part = intersect({0, whole.bytes}, segment);
+    std::byte* const output = operation.output + part.begin;
+    if (in_place) return peers.reduce(place, {whole.input + part.begin, output, part.size()}, false);
+    peers.reduce(place, {buffer + place, buffer + place, part.size()}, false);
+    peers.copy(output, buffer + place, part.size());
+  };
+  peers.run(longest, step, {.fill = fill, .combine = combine, .copy_back = {}, .meanwhile = {}});
+}
+
+void move_in_peer_memory(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                         std::span<const StagedCopy::Outgoing> outgoing,
+                         std::span<const StagedCopy::Incoming> incoming, std::size_t longest) {
+  PeerRun peers(exchange, call, operation);
+  const auto self = static_cast<std::size_t>(exchange.rank());
+  const std::size_t own = outgoing.size() == 1 ? 0 : self;  // section of a buffer that this rank reads
+  const std::size_t section = peers.buffer_bytes() / outgoing.size() / kCacheLine * kCacheLine;
+  const auto fill = [&](Range segment) {
+    for (std::size_t reader = 0; reader < outgoing.size(); ++reader) {
+      const Range part = intersect({0, outgoing[reader].bytes}, segment);
+      if (outgoing.size() == 1 || reader != self)
+        peers.copy(peers.own_buffer() + reader * section, outgoing[reader].data + part.begin, part.size());
+    }
+  };
+  const auto combine = [&](Range segment) {
+    // Start with the next rank: not all read the same memory at once.
+    for (std::size_t step = 1; step <= incoming.size(); ++step) {
+      const std::size_t source = (self + step) % incoming.size();
+      const Range part = intersect({0, incoming[source].bytes}, segment);
+      const std::byte* const from =
+          source == self ? outgoing[own].data + part.begin : peers.buffer(source) + own * section;
+      peers.copy(incoming[source].data + part.begin, from, part.size());
+    }
+  };
+  peers.run(longest, section, {.fill = fill, .combine = combine, .copy_back = {}, .meanwhile = {}});
 }
 
 }  // namespace multiring
