@@ -1,4 +1,4 @@
-"""Allreduces in peer memory, on stand-ins for the driver and for NVRTC: ranks are processes, which have one
+"""Collectives in peer memory, on stand-ins for the driver and for NVRTC: ranks are processes, which have one
 another's buffers by IPC handles."""
 
 from __future__ import annotations
@@ -150,6 +150,42 @@ def test_gradients_on_fake_devices() -> None:
     assert run_job(3, HEAD + TRAINING, code=0, env=stand_in.with_nvrtc()).stdout.count("RIGHT") == 3
 
 
+OTHERS = """
+def same(name, values, *arguments):
+    '''The result of a collective on the devices is that of the host; what it allocates, and in place.'''
+    on_host = getattr(comm, name)(values.copy(), *arguments)
+    x = fake_arrays.array(values, device())
+    before = calls(b"copy_to_host")
+    results = [getattr(comm, name)(x, *arguments) for _ in range(2)]
+    assert calls(b"copy_to_host") == before, name
+    if arguments and isinstance(arguments[0], list):  # of an alltoall: with how many rows came
+        on_host, received = on_host
+        assert all((each[1] == received).all() for each in results)
+        results = [each[0] for each in results]
+    for result in results:
+        assert result.get().tobytes() == on_host.tobytes(), name
+
+for count in (20_001, 700_001):
+    values = np.random.default_rng(comm.rank).normal(size=count).astype(np.float32)
+    for op in ("sum", "average"):
+        same("reduce_scatter", values, op)
+    same("reduce_scatter", values[:20_000].reshape(4, 5000))
+    same("broadcast", values, comm.size - 1)
+    same("allgather", values)
+    same("allgather", values[: count - 100 * comm.rank])
+    same("alltoall", values, [count - (comm.size - 1) * 300, *[300] * (comm.size - 1)])
+print("RIGHT", flush=True)
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("progress", ["late", "seeded seed=3", "threads"])
+def test_fake_collectives(size: int, progress: str) -> None:
+    """Other collectives have the bits of the host."""
+    env = stand_in.with_nvrtc(f"progress={progress}")
+    assert run_job(size, HEAD + OTHERS, code=0, env=env).stdout.count("RIGHT") == size
+
+
 ORDERINGS = """
 kept = []  # what is still to come uses it
 for ignored in (-1, *range(4)):
@@ -248,6 +284,8 @@ except multiring.MultiringError as error:
 
 
 WHOLE = 'lambda: comm.allreduce(x, out=x, name="w")'
+SCATTERED = 'lambda: comm.reduce_scatter(x, name="w")'
+MOVED = 'lambda: comm.broadcast(x, 1, name="w")'
 IN_PIECES = "Bucket(np.ones(Bucket.COUNT, np.float32)).reduce"
 
 
@@ -279,8 +317,18 @@ def test_a_fake_kernel_that_never_ends() -> None:
     assert {words[0] for words in told.values()} == {"TimeoutError"}
 
 
-@pytest.mark.parametrize("call", [WHOLE, IN_PIECES], ids=["fake whole", "fake pieces"])
-@pytest.mark.parametrize("moment", ["launch_kernel", "copy_on_device"])
+@pytest.mark.parametrize(
+    ("moment", "call"),
+    [
+        ("launch_kernel", WHOLE),
+        ("copy_on_device", WHOLE),
+        ("launch_kernel", IN_PIECES),
+        ("copy_on_device", IN_PIECES),
+        ("launch_kernel", SCATTERED),
+        ("copy_on_device", MOVED),
+    ],
+    ids=["kernel whole", "copy whole", "kernel pieces", "copy pieces", "reduce_scatter", "broadcast"],
+)
 def test_a_fake_rank_that_is_killed(moment: str, call: str) -> None:
     """In the middle of an operation: the others, which wait for it, are told."""
     fault = f'if comm.rank == 1: fake_arrays.configure("fail={moment}:-9")'

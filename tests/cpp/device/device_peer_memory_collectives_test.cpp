@@ -129,7 +129,7 @@ TEST(DevicePeerMemoryCollectivesTest, ReduceScatter) {
     for (const auto& [rows, row] : {std::pair<std::size_t, std::size_t>{1, 16'385},
                                     {5, 4'001},
                                     {20'001, 1},
-                                    {3, 100'001},
+                                    {3, 20'001},
                                     {16'384, 2}}) {
       const ReduceProblem problem =
           make_problem(DType::kFloat32, {ReduceOp::kAverage}, rows * row, communicator.size());
@@ -151,9 +151,11 @@ TEST(DevicePeerMemoryCollectivesTest, ReduceScatterOfEveryDType) {
 TEST(DevicePeerMemoryCollectivesTest, ReduceScatterInSegments) {
   for_each_order({2, 3}, [](PeerJob& job, Communicator& communicator) {
     keep_small_buffers(job, communicator);
-    for (const std::size_t rows : {std::size_t{4}, kSmallBuffer, 3 * kSmallBuffer + 4}) {
-      const ReduceProblem problem = make_problem(
-          DType::kFloat32, {ReduceOp::kSum}, rows * (rows == 4 ? kSmallBuffer / 2 : 1), communicator.size());
+    for (const auto& [rows, row] : {std::pair<std::size_t, std::size_t>{3, kSmallBuffer / 2},
+                                    {kSmallBuffer, 1},
+                                    {kSmallBuffer + 13, 1}}) {
+      const ReduceProblem problem =
+          make_problem(DType::kFloat32, {ReduceOp::kSum}, rows * row, communicator.size());
       expect_reduced(job, communicator, CallMode::kSync, problem, rows);
     }
   });
