@@ -7,7 +7,7 @@
 //            outputs, between two synchronisations; no byte is copied.
 //   staged   through staging memory: collective/staged/staged_allreduce.h; so are rounds.
 //   nccl     within a host, in any order, where all arrays lie on devices: nccl_groups.h.
-//   peers    the same in the canonical order, by kernels of our own: peer_memory.h.
+//   peers    the same in the canonical order, by kernels of our own: peer_run.h.
 //   planned  across hosts, by messages: collective/cluster/plan_run.h.
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/device/device_arrays.h"
+#include "collective/device/peer_run.h"
 #include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
 #include "collective/sums/rank_pointers.h"
@@ -87,32 +88,52 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
   staged.run();
 }
 
-/// Those pieces of an array that lie on the host, which are the same on all ranks.
+/// Those pieces of an array that lie on the device, or those that do not; they are the same on all ranks. An
+/// array that is not in pieces lies there.
+Operation part_of(const Operation& operation, bool on_device) {
+  Operation part;
+  part.descriptor = operation.descriptor;
+  if (operation.pieces.empty() && on_device)
+    part.pieces = {{operation.input, operation.output, operation.descriptor.bytes}};
+  for (std::size_t i = 0; i < operation.pieces.size(); ++i) {
+    const Buffer& piece = operation.on_devices->pieces[i];
+    if (piece.on_device() != on_device) continue;
+    // What the operation itself names may be a copy in host memory.
+    part.pieces.push_back(on_device ? Piece{piece.address, piece.address, piece.bytes} : operation.pieces[i]);
+  }
+  return part;
+}
+
 void reduce_host_pieces(Exchange& exchange, const OperationCall& call, const Operation& operation,
                         std::size_t max_rounds) {
-  Operation rest;
-  rest.descriptor = operation.descriptor;
-  for (std::size_t i = 0; i < operation.pieces.size(); ++i)
-    if (!operation.on_devices->pieces[i].on_device()) rest.pieces.push_back(operation.pieces[i]);
+  Operation rest = part_of(operation, false);
+  if (rest.pieces.empty()) return;
   Operation* const operations[] = {&rest};
   const std::size_t bytes = PieceList(operations).bytes();
-  if (rest.pieces.empty() || bytes == 0) return;
+  if (bytes == 0) return;
   StagedAllreduce staged(exchange, call, operations, bytes <= max_rounds);
   exchange.next(call, [&] { staged.stage_first(); });
   staged.run();
 }
 
 std::vector<nccl::Call> calls_of(const Operation& operation) {
-  const auto call_of = [&](const void* input, void* output, std::size_t bytes) {
-    return nccl::Call{nccl::Function::kAllreduce, input, output, bytes / operation.element_size()};
-  };
-  if (operation.pieces.empty())
-    return {call_of(operation.input, operation.output, operation.descriptor.bytes)};
   std::vector<nccl::Call> calls;
-  for (const Buffer& piece : operation.on_devices->pieces)
-    if (piece.on_device() && piece.bytes > 0)
-      calls.push_back(call_of(piece.address, piece.address, piece.bytes));
+  for (const Piece& piece : operation.pieces)
+    if (piece.bytes > 0)
+      calls.push_back(
+          {nccl::Function::kAllreduce, piece.input, piece.output, piece.bytes / operation.element_size()});
   return calls;
+}
+
+/// As all ranks have agreed.
+void reduce_where_it_lies(Exchange& exchange, const OperationCall& call, Operation& operation,
+                          std::size_t max_rounds) {
+  Operation part = part_of(operation, true);
+  const auto meanwhile = [&] { reduce_host_pieces(exchange, call, operation, max_rounds); };
+  if (!operation.descriptor.offers_peers)
+    return exchange.nccl().run(exchange, call, operation, calls_of(part), meanwhile);
+  Operation* const parts[] = {&part};
+  allreduce_in_peer_memory(exchange, call, operation, PieceList(parts), meanwhile);
 }
 
 /// Of a rank that offers to reduce where its array lies: so if all do and it can be, else as the others do.
@@ -121,11 +142,8 @@ void reduce_on_devices(Exchange& exchange, const OperationCall& call, Operation&
   const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
   descriptor.key.algorithm = choice.hash();
   exchange.match(call, descriptor);
-  if (exchange.offers().agree(exchange, call, operation)) {
-    if (is_for_peers(descriptor)) return exchange.peer_memory().run(exchange, call, operation);
-    return exchange.nccl().run(exchange, call, operation, calls_of(operation),
-                               [&] { reduce_host_pieces(exchange, call, operation, choice.max_rounds); });
-  }
+  if (exchange.offers().agree(exchange, call, operation))
+    return reduce_where_it_lies(exchange, call, operation, choice.max_rounds);
   Operation* const operations[] = {&operation};
   StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);
   exchange.next(call, [&] { staged.stage_first(); });

@@ -6,6 +6,7 @@
 #include "collective/cluster/cluster_copy.h"
 #include "collective/collectives.h"
 #include "collective/device/device_arrays.h"
+#include "collective/device/peer_run.h"
 #include "collective/gathers.h"
 #include "collective/staged/staged_copy.h"
 
@@ -77,7 +78,7 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
 
   const Rows rows = rows_of_all(exchange);
   require_room(exchange, call, [&](int rank) { return rows.to[static_cast<std::size_t>(rank)] * row_bytes; });
-  const bool by_nccl = any_offers(exchange) && exchange.offers().agree(exchange, call, operation);
+  const bool on_devices = any_offers(exchange) && exchange.offers().agree(exchange, call, operation);
   std::vector<StagedCopy::Outgoing> outgoing(size);
   const std::byte* next = operation.input;
   for (std::size_t rank = 0; rank < size; ++rank) {
@@ -85,8 +86,10 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     next += outgoing[rank].bytes;
   }
   const std::vector<StagedCopy::Incoming> incoming = join_rows(operation, rows.to_me, row_bytes);
-  if (by_nccl) return exchange.nccl().run(exchange, call, operation, calls_of(outgoing, incoming));
   const std::size_t longest = rows.longest * row_bytes;
+  if (on_devices && operation.descriptor.offers_peers)
+    return move_in_peer_memory(exchange, call, operation, outgoing, incoming, longest);
+  if (on_devices) return exchange.nccl().run(exchange, call, operation, calls_of(outgoing, incoming));
   if (longest == 0) return;
   const CrossingAlgorithm& algorithm =
       exchange.plans().algorithm(exchange.transport(), Collective::kAlltoall, longest * size, Order::kAny);

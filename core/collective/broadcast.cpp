@@ -4,6 +4,7 @@
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/device/device_arrays.h"
+#include "collective/device/peer_run.h"
 #include "collective/staged/staged_copy.h"
 
 namespace multiring {
@@ -37,12 +38,17 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
     outgoing[0] = {operation.input, is_root ? bytes : 0};
     copy.stage_first();
   };
-  if (match_by_nccl(exchange, call, operation, stage, [] {})) {
+  const bool on_devices = match_on_devices(exchange, call, operation, stage, [] {});
+  if (on_devices && !operation.descriptor.offers_peers) {
     const nccl::Call calls[] = {{nccl::Function::kBroadcast, operation.input, operation.output, bytes, root}};
     return exchange.nccl().run(exchange, call, operation, calls);
   }
   std::vector<StagedCopy::Incoming> incoming(static_cast<std::size_t>(exchange.size()));
-  if (!is_root) incoming[static_cast<std::size_t>(root)] = {operation.output, bytes};
+  if (!is_root || on_devices) incoming[static_cast<std::size_t>(root)] = {operation.output, bytes};
+  if (on_devices) {
+    outgoing[0] = {operation.input, is_root ? bytes : 0};
+    return move_in_peer_memory(exchange, call, operation, outgoing, incoming, bytes);
+  }
   copy.run(incoming);
   keep(operation, is_root);
 }

@@ -77,6 +77,7 @@ struct MULTIRING_API Descriptor {
   DType dtype = DType::kUInt8;
   bool asynchronous = false;
   std::uint8_t dims = 0;
+  bool offers_peers = false;  ///< what it offers is peer memory, not NCCL. Not compared
   /// The rank's number of the device on which it offers to work (device_offers.h); negative: it does not. Not
   /// compared.
   std::int8_t offered_device = -1;

@@ -8,6 +8,7 @@
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/device/device_arrays.h"
+#include "collective/device/peer_run.h"
 #include "collective/kinds.h"
 
 namespace multiring {
@@ -97,7 +98,7 @@ class Gathering {
         copy_(exchange, call, outgoing_, operation.descriptor.bytes) {}
 
   /// The longest piece decides on the algorithm, which is not known yet: that of this piece may differ. True:
-  /// it is NCCL.
+  /// it runs on devices.
   bool match() {
     operation_.descriptor.key.algorithm = exchange_.plans().rules_hash(collective_);
     const auto stage = [&] {
@@ -105,7 +106,7 @@ class Gathering {
     };
     const MatchKey& key = operation_.descriptor.key;
     if (key.kind != OpKind::kGather || key.root == exchange_.rank()) publish_room(operation_);
-    return match_by_nccl(exchange_, call_, operation_, stage, [&] {
+    return match_on_devices(exchange_, call_, operation_, stage, [&] {
       pieces_ = pieces_of(exchange_, operation_);
       require_room(exchange_, call_, [&](int) { return pieces_.total; });
     });
@@ -164,10 +165,15 @@ std::vector<nccl::Call> calls_of(const Exchange& exchange, const Operation& oper
 
 void allgather(Exchange& exchange, const OperationCall& call, Operation& operation) {
   Gathering gathering(exchange, call, operation, Collective::kAllgather);
-  const bool by_nccl = gathering.match();
+  const bool on_devices = gathering.match();
   const std::vector<StagedCopy::Incoming> incoming =
       join_rows(operation, gathering.pieces().rows, gathering.pieces().row_bytes);
-  if (by_nccl) return exchange.nccl().run(exchange, call, operation, calls_of(exchange, operation, incoming));
+  if (on_devices && operation.descriptor.offers_peers) {
+    const StagedCopy::Outgoing own[] = {{operation.input, operation.descriptor.bytes}};
+    return move_in_peer_memory(exchange, call, operation, own, incoming, gathering.pieces().longest);
+  }
+  if (on_devices)
+    return exchange.nccl().run(exchange, call, operation, calls_of(exchange, operation, incoming));
   const CrossingAlgorithm& algorithm = gathering.algorithm();
   if (algorithm.is_rounds()) return gathering.run_in_rounds(incoming);
   std::vector<Piece> blocks;

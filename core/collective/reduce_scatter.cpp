@@ -7,6 +7,7 @@
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/device/device_arrays.h"
+#include "collective/device/peer_run.h"
 #include "collective/staged/staged_copy.h"
 #include "collective/sums/integer_average.h"
 #include "topology/chunks.h"
@@ -103,7 +104,7 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   const auto stage = [&] {
     if (algorithm.is_rounds() && !(may_be_direct && descriptor.input_region != 0)) stage_first();
   };
-  const bool by_nccl = match_by_nccl(exchange, call, operation, stage, [&] {
+  const bool on_devices = match_on_devices(exchange, call, operation, stage, [&] {
     for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
       if (exchange.descriptor(rank).rows != descriptor.rows) exchange.throw_mismatch(call);
   });
@@ -111,7 +112,9 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
     operation.result.allocate(blocks[self].size());
     operation.output = operation.result.data();
   }
-  if (by_nccl) return exchange.nccl().run(exchange, call, operation, calls_of(operation, blocks, self));
+  if (on_devices && operation.descriptor.offers_peers)
+    return reduce_scatter_in_peer_memory(exchange, call, operation, blocks);
+  if (on_devices) return exchange.nccl().run(exchange, call, operation, calls_of(operation, blocks, self));
   if (algorithm.is_plan()) return reduce_across_hosts(exchange, call, operation, blocks, algorithm);
   std::vector<const void*> inputs(size);
   const SymmetricRanks symmetric = may_be_direct ? exchange.symmetric_ranks(false) : SymmetricRanks::kNone;

@@ -39,9 +39,13 @@ std::vector<char> compiled(Devices& devices, int device, DType dtype) {
 
 }  // namespace
 
+std::string why_no_peers(const cuda::Driver& driver) {
+  if (driver.missing_for_peers.empty()) return "";
+  return "driver " + driver.version() + " has no function " + driver.missing_for_peers;
+}
+
 std::string why_no_kernels(const cuda::Driver& driver) {
-  if (!driver.missing_for_peers.empty())
-    return "driver " + driver.version() + " has no function " + driver.missing_for_peers;
+  if (const std::string why = why_no_peers(driver); !why.empty()) return why;
   constexpr int kOldest = 12;
   if (driver.major_version() < kOldest) return "driver " + driver.version() + " is older than CUDA 12";
   std::string why;

@@ -12,6 +12,8 @@ namespace multiring::peer {
 /// The text of kernels/reduce.inc, which is part of the library (core/CMakeLists.txt).
 extern const char* const kReduceSource;
 
+/// Why ranks cannot have one another's device memory here; empty: they can.
+MULTIRING_API std::string why_no_peers(const cuda::Driver& driver);
 /// Why kernels cannot be had here, whatever the device is; empty: they can.
 MULTIRING_API std::string why_no_kernels(const cuda::Driver& driver);
 

@@ -306,8 +306,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "peer_memory",
         "0 or 1",
-        "1: allreduces in the canonical order of large arrays on GPUs of one host stay there "
-        "(docs/devices.md); needs NVRTC.",
+        "1: large arrays on GPUs of one host stay there in most collectives (docs/devices.md); what adds, in "
+        "the canonical order, needs NVRTC.",
         _yes_or_no,
     ),
     Variable(

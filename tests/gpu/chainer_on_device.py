@@ -21,11 +21,14 @@ if "FAKE_CUDA" in os.environ:  # in a rank of a test on the stand-in
 import multiring.chainer
 
 # isort: split
+import chainer
 from chainer import functions
 from chainer.backends import cuda
 
-from tests.adapters.chainer.support import Network, draw, make_model
+from multiring import Communicator
+from tests.adapters.chainer.support import Network, draw, make_model, make_optimizer
 from tests.gpu.devices import library
+from tests.on_ranks import same_everywhere
 
 LIBRARIES = pytest.mark.parametrize("name", ["cupy", "fake"])
 
@@ -72,3 +75,33 @@ def on_device(model: Any) -> bool:
 
 def communicator(comm: Any, **options: Any) -> Any:
     return multiring.chainer.create_communicator(comm, **options)
+
+
+def train_as_the_host(
+    comm: Communicator, copies: Callable[[], int], rtol: float = 0.0, **options: Any
+) -> None:
+    """Trains a model on the device and one on the host, and compares them. `copies`: so many to the host so
+    far, to which gradients add none."""
+    np.random.seed(1)
+    x = np.random.default_rng(comm.rank).normal(size=(4, 6))
+    with chainer.using_config("dtype", np.float64):
+        host = chainer.Sequential(chainer.links.Linear(6, 200), chainer.links.Linear(200, 100))
+    model = host.copy("copy")
+    model.to_gpu()
+    for each, given in ((model, placed(x)), (host, x)):
+        optimizer = make_optimizer(
+            communicator(comm),
+            each,
+            chainer.optimizers.MomentumSGD(0.05),
+            **{"bucket_bytes": 1 << 20} | options,
+        )
+        for _ in range(5):
+            before = copies()
+            optimizer.backward(functions.mean(each(given) ** 2))
+            copied = copies() - before
+            optimizer.update()
+        optimizer.close()
+        assert copied == 0
+    for (path, one), (_, two) in zip(model.namedparams(), host.namedparams(), strict=True):
+        np.testing.assert_allclose(one.array.get(), two.array, rtol=rtol, err_msg=path)
+        assert same_everywhere(comm, one.array.get().tobytes()), path

@@ -104,40 +104,9 @@ def test_fake_orderings(tmp_path: Path) -> None:
 
 TRAINING = """
 from tests.gpu import chainer_on_device
-import chainer
-from tests.adapters.chainer.support import make_optimizer
-from tests.on_ranks import same_everywhere
 
 fake_arrays.use_stream(1)
-OPTIONS = {"bucket_bytes": 1 << 20, "order": "any"}
-
-def make_model():
-    np.random.seed(1)
-    with chainer.using_config("dtype", np.float64):
-        return chainer.Sequential(chainer.links.Linear(6, 200), chainer.links.Linear(200, 100))
-
-def loss_of(model, x):
-    return chainer.functions.mean(model(x) ** 2)
-
-def train(model, x):
-    optimizer = make_optimizer(communicator, model, chainer.optimizers.MomentumSGD(0.05), **OPTIONS)
-    for _ in range(5):
-        before = copies()
-        optimizer.backward(loss_of(model, x))
-        copied = copies() - before
-        optimizer.update()
-    optimizer.close()
-    return copied
-
-communicator = chainer_on_device.communicator(comm)
-x = np.random.default_rng(comm.rank).normal(size=(4, 6))
-model, host = make_model(), make_model()
-model.to_gpu()
-assert train(model, chainer_on_device.placed(x)) == 0
-train(host, x)
-for (path, one), (_, two) in zip(model.namedparams(), host.namedparams(), strict=True):
-    np.testing.assert_allclose(one.array.get(), two.array, rtol=1e-9)
-    assert same_everywhere(comm, one.array.get().tobytes()), path
+chainer_on_device.train_as_the_host(comm, copies, rtol=1e-9, order="any")
 print("RIGHT", flush=True)
 """
 

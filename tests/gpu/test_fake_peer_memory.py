@@ -1,4 +1,4 @@
-"""Allreduces in peer memory, on stand-ins for the driver and for NVRTC: ranks are processes, which have one
+"""Collectives in peer memory, on stand-ins for the driver and for NVRTC: ranks are processes, which have one
 another's buffers by IPC handles."""
 
 from __future__ import annotations
@@ -77,6 +77,113 @@ def test_fake_sums(size: int, progress: str) -> None:
     """Have the bits of the host, with a device for each rank or for two."""
     env = stand_in.with_nvrtc(f"progress={progress}")
     assert run_job(size, HEAD + SUMS, code=0, env=env).stdout.count("RIGHT") == size
+
+
+PIECES = """
+from multiring.arrays import Pieces
+
+class Bucket:
+    '''Values in hundreds of pieces on the device, of which some are not aligned, and flags on the host.'''
+
+    LENGTHS = [3, 20_000, 0, 1, *(i * 7 % 401 for i in range(200)), 30_000]
+    COUNT = sum(LENGTHS) + 5
+
+    def __init__(self, values):
+        self.dtype, self.flags = values.dtype, values[-5:].copy()
+        self.arrays, begin = [], 0
+        for number, length in enumerate(self.LENGTHS):
+            raw = values[begin : begin + length].view(np.uint8)
+            self.arrays.append(fake_arrays.array(np.append(np.zeros(number % 2, np.uint8), raw), device()))
+            begin += length
+
+    def reduce(self, op="sum", name="w"):
+        memory = [(x.address + i % 2, length * self.dtype.itemsize, device(), fake_arrays.current_stream())
+                  for i, (x, length) in enumerate(zip(self.arrays, self.LENGTHS))]
+        memory.append((self.flags.ctypes.data, self.flags.nbytes, -1, 0))
+        addresses, lengths, devices, streams = zip(*memory)
+        pieces = Pieces(self.dtype.name, addresses, lengths, self, devices, streams)
+        comm.allreduce_pieces_async(pieces, op, name, 1.0, 1.0).wait()
+
+    def get(self):
+        raw = [x.get()[i % 2 :] for i, x in enumerate(self.arrays)]
+        return np.append(np.concatenate(raw).view(self.dtype), self.flags)
+"""
+
+PIECES_SUMS = """
+for dtype in ("int16", "float16", "float32", "float64"):
+    values = (np.random.default_rng(comm.rank).normal(size=Bucket.COUNT) * 100).astype(dtype)
+    for op in ("sum", "max", *(["average"] if dtype.startswith("float") else [])):
+        wanted = comm.allreduce(values, op)  # by the host, of the same bits
+        with fake_arrays.stream(device()):
+            fake_arrays.busy()
+            bucket = Bucket(values)
+            before = calls(b"copy_to_host"), calls(b"launch_kernel")
+            bucket.reduce(op)
+            assert (calls(b"copy_to_host"), calls(b"launch_kernel")) == (before[0], before[1] + 1)
+            assert bucket.get().tobytes() == wanted.tobytes(), (dtype, op)
+print("RIGHT", flush=True)
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("progress", ["late", "seeded seed=3", "threads"])
+def test_fake_pieces(size: int, progress: str) -> None:
+    """Arrays in pieces have the bits of the host too, of which those on the host are reduced there."""
+    env = stand_in.with_nvrtc(f"progress={progress}")
+    assert run_job(size, HEAD + PIECES + PIECES_SUMS, code=0, env=env).stdout.count("RIGHT") == size
+
+
+TRAINING = """
+from tests.gpu import chainer_on_device
+
+fake_arrays.use_stream(1)
+before = calls(b"launch_kernel")
+chainer_on_device.train_as_the_host(comm, lambda: calls(b"copy_to_host"))
+assert calls(b"launch_kernel") == before + 5
+print("RIGHT", flush=True)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("chainer") is None, reason="Chainer needs Python 3.11 or older")
+def test_gradients_on_fake_devices() -> None:
+    """Their buckets lie in pieces, with flags of the host: they train to the host's bits."""
+    assert run_job(3, HEAD + TRAINING, code=0, env=stand_in.with_nvrtc()).stdout.count("RIGHT") == 3
+
+
+OTHERS = """
+def same(name, values, *arguments):
+    '''The result of a collective on the devices is that of the host; what it allocates, and in place.'''
+    on_host = getattr(comm, name)(values.copy(), *arguments)
+    x = fake_arrays.array(values, device())
+    before = calls(b"copy_to_host")
+    results = [getattr(comm, name)(x, *arguments) for _ in range(2)]
+    assert calls(b"copy_to_host") == before, name
+    if arguments and isinstance(arguments[0], list):  # of an alltoall: with how many rows came
+        on_host, received = on_host
+        assert all((each[1] == received).all() for each in results)
+        results = [each[0] for each in results]
+    for result in results:
+        assert result.get().tobytes() == on_host.tobytes(), name
+
+for count in (20_001, 700_001):
+    values = np.random.default_rng(comm.rank).normal(size=count).astype(np.float32)
+    for op in ("sum", "average"):
+        same("reduce_scatter", values, op)
+    same("reduce_scatter", values[:20_000].reshape(4, 5000))
+    same("broadcast", values, comm.size - 1)
+    same("allgather", values)
+    same("allgather", values[: count - 100 * comm.rank])
+    same("alltoall", values, [count - (comm.size - 1) * 300, *[300] * (comm.size - 1)])
+print("RIGHT", flush=True)
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("progress", ["late", "seeded seed=3", "threads"])
+def test_fake_collectives(size: int, progress: str) -> None:
+    """Other collectives have the bits of the host."""
+    env = stand_in.with_nvrtc(f"progress={progress}")
+    assert run_job(size, HEAD + OTHERS, code=0, env=env).stdout.count("RIGHT") == size
 
 
 ORDERINGS = """
@@ -158,11 +265,12 @@ FAILING = """
 from tests.support import Stopwatch
 x = fake_arrays.full(COUNT, 1, device())
 in_peer_memory(x)
+reduce = {call}
 comm.barrier()
 {fault}
 stopwatch = Stopwatch()
 try:
-    comm.allreduce(x, out=x, name="w")
+    reduce()
 except multiring.MultiringError as error:
     assert stopwatch.seconds() < 8, stopwatch.seconds()
     print("TOLD", comm.rank, type(error).__name__, error.peer, str(error).replace(chr(10), " "), flush=True)
@@ -175,6 +283,12 @@ except multiring.MultiringError as error:
 """
 
 
+WHOLE = 'lambda: comm.allreduce(x, out=x, name="w")'
+SCATTERED = 'lambda: comm.reduce_scatter(x, name="w")'
+MOVED = 'lambda: comm.broadcast(x, 1, name="w")'
+IN_PIECES = "Bucket(np.ones(Bucket.COUNT, np.float32)).reduce"
+
+
 def _told(stdout: str) -> dict[int, list[str]]:
     lines = [line.split("TOLD ")[1].split() for line in stdout.splitlines() if "TOLD" in line]
     return {int(words[0]): words[1:] for words in lines}
@@ -184,7 +298,7 @@ def _told(stdout: str) -> dict[int, list[str]]:
 def test_fake_failures(function: str) -> None:
     """End as the same error on all ranks."""
     fault = f'if comm.rank == 1: fake_arrays.configure("fail={function}:1")'
-    ended = run_job(3, HEAD + FAILING.format(fault=fault), code=0, env=stand_in.with_nvrtc())
+    ended = run_job(3, HEAD + FAILING.format(fault=fault, call=WHOLE), code=0, env=stand_in.with_nvrtc())
     told = _told(ended.stdout)
     assert sorted(told) == [0, 1, 2], ended.stdout + ended.stderr
     for words in told.values():
@@ -198,16 +312,27 @@ def test_a_fake_kernel_that_never_ends() -> None:
     """Is waited for until the deadline."""
     fault = "if comm.rank == 1: fake_arrays.busy(-1)"
     env = stand_in.with_nvrtc() | {"MULTIRING_TIMEOUT": "2"}
-    told = _told(run_job(2, HEAD + FAILING.format(fault=fault), code=0, env=env).stdout)
+    told = _told(run_job(2, HEAD + FAILING.format(fault=fault, call=WHOLE), code=0, env=env).stdout)
     assert sorted(told) == [0, 1]
     assert {words[0] for words in told.values()} == {"TimeoutError"}
 
 
-@pytest.mark.parametrize("moment", ["launch_kernel", "copy_on_device"])
-def test_a_fake_rank_that_is_killed(moment: str) -> None:
+@pytest.mark.parametrize(
+    ("moment", "call"),
+    [
+        ("launch_kernel", WHOLE),
+        ("copy_on_device", WHOLE),
+        ("launch_kernel", IN_PIECES),
+        ("copy_on_device", IN_PIECES),
+        ("launch_kernel", SCATTERED),
+        ("copy_on_device", MOVED),
+    ],
+    ids=["kernel whole", "copy whole", "kernel pieces", "copy pieces", "reduce_scatter", "broadcast"],
+)
+def test_a_fake_rank_that_is_killed(moment: str, call: str) -> None:
     """In the middle of an operation: the others, which wait for it, are told."""
     fault = f'if comm.rank == 1: fake_arrays.configure("fail={moment}:-9")'
-    ended = run_job(3, HEAD + FAILING.format(fault=fault), env=stand_in.with_nvrtc())
+    ended = run_job(3, HEAD + PIECES + FAILING.format(fault=fault, call=call), env=stand_in.with_nvrtc())
     assert ended.returncode != 0
     told = _told(ended.stdout)
     assert sorted(told) == [0, 2], ended.stdout + ended.stderr

@@ -30,12 +30,13 @@ void copy_after_all(Operation& operation, const Exchange& exchange, const Operat
 /// Where it is: the operation works on the arrays where they lie, and has its result allocated there.
 void stay_on_devices(Operation& operation);
 
-/// Exchange::match, for a collective that NCCL may run: whether all ranks are to run it so. Else `stage()`
+/// Exchange::match, for a collective that NCCL or peer memory may run, as its descriptor says then: whether
+/// all ranks are to run it so. Else `stage()`
 /// has let the others read what the operation's input is by then; it may be called twice. `check()` raises
-/// what else does not match, before NCCL is asked for anything.
+/// what else does not match, before anything is asked for.
 template <class Stage, class Check>
-bool match_by_nccl(Exchange& exchange, const OperationCall& call, Operation& operation, const Stage& stage,
-                   const Check& check) {
+bool match_on_devices(Exchange& exchange, const OperationCall& call, Operation& operation, const Stage& stage,
+                      const Check& check) {
   exchange.match(call, operation.descriptor, [&] {
     if (!waits_for_offers(operation.descriptor)) stage();
   });

@@ -65,6 +65,21 @@ bool nccl_has(const Operation& operation, Order job) {
   }
 }
 
+/// Whether peer memory has it: in the canonical order alone.
+bool peers_have(const Descriptor& descriptor) {
+  switch (descriptor.key.kind) {
+    case OpKind::kAllgather:
+    case OpKind::kBroadcast:
+    case OpKind::kAlltoall:
+      return true;
+    case OpKind::kAllreduce:
+    case OpKind::kReduceScatter:
+      return descriptor.key.order != Order::kAny;
+    default:
+      return false;
+  }
+}
+
 /// A hash of how many bytes lie on the host, and on the device piece by piece; never 0.
 std::uint64_t division_of(std::span<const Buffer> pieces) {
   std::uint64_t hash = 0xcbf29ce484222325ULL;
@@ -128,21 +143,23 @@ void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const W
   const int device = device_of(operation);
   if (device < 0 || device > kMaxDevice) return;
   std::string why;
-  const bool is_served = is_for_peers(descriptor)
-                             ? wanted.peer_memory && exchange.peer_memory().serves(operation, exchange.size())
-                             : nccl_has(operation, wanted.order) && nccl::Library::find(&why) != nullptr;
-  if (!is_served) return;
+  const bool by_nccl = nccl_has(operation, wanted.order) && nccl::Library::find(&why) != nullptr;
+  descriptor.offers_peers = !by_nccl && wanted.peer_memory && peers_have(descriptor) &&
+                            exchange.peer_memory().serves(operation, exchange.size());
+  if (!by_nccl && !descriptor.offers_peers) return;
   descriptor.offered_device = static_cast<std::int8_t>(device);
   descriptor.offered_division = operation.pieces.empty() ? 0 : division_of(arrays.pieces);
   const std::lock_guard lock(mutex_);
   arrays.stays = is_large(descriptor) && !not_taken_.contains(key_of(descriptor));
 }
 
-/// The same parts of their arrays. Ranks decide alike from what all have published.
+/// The same, for the same parts of their arrays. Ranks decide alike from what all have published.
 bool DeviceOffers::all_offer(const Exchange& exchange) {
   for (int rank = 0; rank < exchange.size(); ++rank) {
     const Descriptor& theirs = exchange.descriptor(rank);
-    if (theirs.offered_device < 0 || theirs.offered_division != exchange.descriptor(0).offered_division)
+    const Descriptor& first = exchange.descriptor(0);
+    if (theirs.offered_device < 0 || theirs.offers_peers != first.offers_peers ||
+        theirs.offered_division != first.offered_division)
       return false;
   }
   return true;
@@ -151,8 +168,8 @@ bool DeviceOffers::all_offer(const Exchange& exchange) {
 bool DeviceOffers::agree(Exchange& exchange, const OperationCall& call, Operation& operation) {
   bool is_agreed = false;
   if (all_offer(exchange))
-    is_agreed = is_for_peers(operation.descriptor) ? exchange.peer_memory().prepare(exchange, call, operation)
-                                                   : exchange.nccl().prepare(exchange, call, operation);
+    is_agreed = operation.descriptor.offers_peers ? exchange.peer_memory().prepare(exchange, call, operation)
+                                                  : exchange.nccl().prepare(exchange, call, operation);
   if (operation.descriptor.offered_device < 0) return false;
   note_offer(operation, is_agreed);
   if (is_agreed)

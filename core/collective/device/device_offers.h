@@ -45,10 +45,6 @@ class DeviceOffers : Immovable {
   std::set<std::uint64_t> not_taken_;  // arrays, by key_of()
 };
 
-/// Whether an operation that is offered is one for peer memory; else it is one for NCCL.
-constexpr bool is_for_peers(const Descriptor& descriptor) {
-  return descriptor.key.kind == OpKind::kAllreduce && descriptor.key.order != Order::kAny;
-}
 /// Whether a rank that asks for this has nothing on the host to begin with before the offers of all are
 /// known.
 bool waits_for_offers(const Descriptor& descriptor);

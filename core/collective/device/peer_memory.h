@@ -16,10 +16,9 @@ class Exchange;
 struct OperationCall;
 struct PeerBuffers;
 
-/// Allreduces of arrays on the devices of one host, in the canonical order, without a copy to the host. Each
-/// rank has a buffer in the memory of its device, which the others have as well (CUDA IPC). It copies its
-/// array there; then it reduces its slice of what lies in all buffers, by a kernel that writes the result to
-/// all of them; then it copies its buffer back: two synchronisations, as in shared memory.
+/// Arrays on the devices of one host, in the canonical order, without a copy to the host. Each rank has a
+/// buffer in the memory of its device, which the others have as well (CUDA IPC). What collectives do with
+/// these is in peer_run.h.
 ///
 /// Buffers are made for each choice of devices that all arrays have lain on in one operation. All ranks make,
 /// and do without, the same ones: each decides from what all have published.
@@ -34,10 +33,12 @@ class MULTIRING_API PeerMemory : Immovable {
   /// Whether this rank can run an operation, whose arrays lie on one device, in a group of so many. A warning
   /// says once why it has no kernels. Thread-safe.
   bool serves(const Operation& operation, int ranks) const;
-  /// In an operation that all ranks offer to run so: whether they are to `run` it. If one of them cannot, a
-  /// warning of rank 0 says why, once for these devices.
+  /// In an operation that all ranks offer to run so: whether they are to run it in peer memory. If one of
+  /// them cannot, a warning of rank 0 says why, once for these devices.
   bool prepare(Exchange& exchange, const OperationCall& call, const Operation& operation);
-  void run(Exchange& exchange, const OperationCall& call, const Operation& operation);
+  /// The buffers, on which that operation works until `end`.
+  PeerBuffers& begin(const Operation& operation);
+  void end();
   /// After an operation that has raised an error, in the same thread, once the peers have been told: returns
   /// when the device works on the program's arrays no more, or after some seconds.
   void end_failed();
@@ -49,8 +50,9 @@ class MULTIRING_API PeerMemory : Immovable {
 
   std::map<std::vector<int>, std::unique_ptr<PeerBuffers>> made_;  // by rank; null: not usable
   std::vector<std::unique_ptr<PeerBuffers>> outgrown_;
-  PeerBuffers* agreed_ = nullptr;   // for the operation in progress
-  PeerBuffers* running_ = nullptr;  // in an operation, or in one that has failed
+  PeerBuffers* agreed_ = nullptr;      // for the operation in progress
+  PeerBuffers* running_ = nullptr;     // in an operation, or in one that has failed
+  std::shared_ptr<std::byte> result_;  // which it writes to
   std::function<void(const std::string&)> warn_;
 };
 

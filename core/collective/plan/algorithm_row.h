@@ -11,7 +11,7 @@ namespace multiring {
 /// An algorithm of a collective: a row of `multiring plan --explain`.
 struct AlgorithmRow {
   /// "rounds", "messages", the mode of a plan, or "allreduce:" and a mode; on one host "rounds", "direct" or
-  /// "staged", in any order also "nccl" (crossing_algorithm.h).
+  /// "staged", of arrays on devices "nccl" or "peers" (crossing_algorithm.h).
   std::string name;
   std::string excluded;        ///< why it does not run here; empty: it does
   std::string needs;           ///< what arrays it runs for; empty: all

@@ -94,7 +94,8 @@ void require_runs(const CrossingAlgorithm& algorithm, Collective collective) {
 }
 
 std::string algorithm_name(const CrossingAlgorithm& algorithm) {
-  if (algorithm.kind == Kind::kNccl) return "nccl";  // no mode that could be read back
+  if (algorithm.kind == Kind::kNccl) return "nccl";  // no modes that could be read back
+  if (algorithm.kind == Kind::kPeers) return "peers";
   for (const auto& [kind, word] : kNames)
     if (algorithm.kind == kind) return std::string(word);
   return (algorithm.kind == Kind::kAllreducePlan ? std::string(kAllreduceOf) : "") +

@@ -24,6 +24,7 @@ struct CrossingAlgorithm {
     kDirect,         ///< "direct": slices of arrays in memory that the ranks of a host share
     kStaged,         ///< "staged": the same through staging memory
     kNccl,           ///< "nccl": on the devices on which the arrays of all ranks lie; cannot be forced
+    kPeers,          ///< "peers": the same, in memory of the devices that the ranks share
   };
   Kind kind = Kind::kPlan;
   Mode mode = {};           ///< of a plan

@@ -40,7 +40,7 @@ class MULTIRING_API HostTable {
   HostTable(Collective collective, int ranks, HostMemory memory, std::size_t staging_bytes);
 
   /// All of them, with those that `choice` takes: two, where arrays in symmetric memory take another one. In
-  /// any order NCCL's is one more, which has no costs: nothing has measured it.
+  /// any order NCCL's is one more, else peer memory's, without costs: nothing has measured these.
   std::vector<AlgorithmRow> rows(std::size_t bytes, const HostChoice& choice,
                                  Order order = Order::kCanonical) const;
   /// The quickest.

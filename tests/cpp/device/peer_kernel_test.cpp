@@ -39,6 +39,7 @@ peer::ReduceJob job_of(const Reduction& reduction, const std::vector<Bytes>& inp
   job.prescale = reduction.prescale;
   job.postscale = reduction.postscale;
   job.ranks = static_cast<unsigned>(inputs.size());
+  job.written = job.ranks;
   job.op = static_cast<unsigned>(reduction.op);
   job.divisor = reduction.op == ReduceOp::kAverage ? job.ranks : 1;
   return job;

@@ -48,17 +48,17 @@ bool is_on_device(const void* memory, std::size_t bytes) {
 void run(int dtype, const peer::ReduceJob& all, std::size_t begin, std::size_t end, int device) {
   peer::ReduceJob job = all;
   const std::size_t size = kSizes[dtype];
-  for (unsigned rank = 0; rank < job.ranks; ++rank) {
-    const auto* const input = static_cast<const std::byte*>(all.inputs[rank]) + begin * size;
-    auto* const output = static_cast<std::byte*>(all.outputs[rank]) + begin * size;
-    const bool is_aligned =
-        (reinterpret_cast<std::uintptr_t>(input) | reinterpret_cast<std::uintptr_t>(output)) % size == 0;
-    if (!is_aligned || !is_on_device(input, (end - begin) * size) ||
-        !is_on_device(output, (end - begin) * size))
-      return machine().fail_device(device, kIllegalAddress);
-    job.inputs[rank] = machine().view(input);
-    job.outputs[rank] = machine().view(output);
-  }
+  const auto part_of = [&](const void* memory) {
+    const auto* const part = static_cast<const std::byte*>(memory) + begin * size;
+    const bool is_aligned = reinterpret_cast<std::uintptr_t>(part) % size == 0;
+    return is_aligned && is_on_device(part, (end - begin) * size) ? machine().view(part) : nullptr;
+  };
+  bool all_found = true;
+  for (unsigned rank = 0; rank < job.ranks; ++rank)
+    all_found = (job.inputs[rank] = part_of(all.inputs[rank])) != nullptr && all_found;
+  for (unsigned rank = 0; rank < job.written; ++rank)
+    all_found = (job.outputs[rank] = part_of(all.outputs[rank])) != nullptr && all_found;
+  if (!all_found) return machine().fail_device(device, kIllegalAddress);
   job.count = end - begin;
   reduce_on_host(dtype, job);
 }

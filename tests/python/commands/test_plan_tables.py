@@ -63,6 +63,8 @@ def test_one_host_has_algorithms_of_its_own() -> None:
     assert rows("2K", "--order", "any")["nccl"]["excluded"].startswith("for arrays on GPUs")
     assert "nccl" in rows("2K", "--order", "any", "--collective", "reduce_scatter")
     assert "nccl" not in rows("2K")
+    assert "MULTIRING_PEER_MEMORY=1" in rows("2K")["peers"]["excluded"]
+    assert "peers" not in rows("2K", "--order", "any")
     assert chosen("16K", "--oversubscribed") == ["rounds"]
     assert chosen("32K", "--oversubscribed") == ["direct", "rounds"]
     assert chosen("128K", "--oversubscribed") == ["direct", "staged"]

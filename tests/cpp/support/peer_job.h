@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "support/device_array.h"
+
+// So that the stand-in is linked, and found by the core.
+extern "C" int nvrtcVersion(int* major, int* minor);
+
+namespace multiring::testing {
+
+/// Ranks with their arrays on one device, which use peer memory.
+struct PeerJob {
+  FakeGpu gpu;
+  std::shared_ptr<Devices> devices = std::make_shared<Devices>(gpu.driver());
+  std::mutex mutex;
+  std::vector<std::string> warnings;
+  RankGroup group;
+
+  explicit PeerJob(int size, Progress progress = Progress::kLate, std::uint64_t seed = 0)
+      : group(options(size)) {
+    int major = 0;
+    nvrtcVersion(&major, &major);
+    gpu.set_progress(progress, seed);
+  }
+  GroupOptions options(int size) {
+    GroupOptions made(TransportKind::kInproc, size, kSmallStaging);
+    made.communicator.peer_memory = true;
+    made.communicator.warn = [this](const std::string& text) {
+      const std::lock_guard lock(mutex);
+      warnings.push_back(text);
+    };
+    return made;
+  }
+  DeviceArray array(std::size_t count, float value) { return {gpu, 0, std::vector<float>(count, value)}; }
+  int copies() { return gpu.calls("copy_to_host"); }
+};
+
+/// Of any dtype, written by a kernel that has not run yet.
+class DeviceBytes {
+ public:
+  DeviceBytes(FakeGpu& gpu, const Bytes& values) : DeviceBytes(gpu, values, gpu.make_stream(0)) {}
+  DeviceBytes(FakeGpu& gpu, const Bytes& values, std::uintptr_t stream) : gpu_(gpu), stream_(stream) {
+    buffer_ = {gpu.allocate(0, values.size()), values.size(), MemoryKind::kDevice, 0, stream_};
+    gpu.launch(stream_, [memory = gpu.view(buffer_.address), values] {
+      std::memcpy(memory, values.data(), values.size());
+    });
+  }
+  Bytes seen() const {
+    Bytes seen(buffer_.bytes);
+    gpu_.launch(stream_, [&] { std::memcpy(seen.data(), gpu_.view(buffer_.address), seen.size()); });
+    gpu_.synchronize(stream_);
+    return seen;
+  }
+  const Buffer& buffer() const { return buffer_; }
+
+ private:
+  FakeGpu& gpu_;
+  const std::uintptr_t stream_;
+  Buffer buffer_;
+};
+
+}  // namespace multiring::testing
