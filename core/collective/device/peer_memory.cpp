@@ -36,7 +36,7 @@ bool PeerMemory::serves(const Operation& operation, int ranks) const {
   if (reduces && (ranks > peer::kMaxRanks || averages_integers(operation.descriptor))) return false;
   const std::string why = reduces ? peer::why_no_kernels(driver) : peer::why_no_peers(driver);
   static std::once_flag told;  // of the process
-  if (!why.empty()) std::call_once(told, [&] { tell(why); });
+  if (!why.empty()) std::call_once(told, [&] { tell(why, reduces); });
   return why.empty();
 }
 
@@ -69,13 +69,15 @@ bool PeerMemory::prepare(Exchange& exchange, const OperationCall& call, const Op
   const bool reduces = traits_of(operation.descriptor).reduces;
   if (reduces && refusal.empty() && !buffers->kernels.contains(dtype))
     refusal = buffers->compile(exchange, call, operation.dtype());
-  if (exchange.rank() == 0 && !refusal.empty()) tell(refusal);
+  if (exchange.rank() == 0 && !refusal.empty()) tell(refusal, buffers != nullptr);
   if (buffers != nullptr && (!reduces || buffers->kernels[dtype] != nullptr)) agreed_ = buffers.get();
   return agreed_ != nullptr;
 }
 
-void PeerMemory::tell(const std::string& refusal) const {
-  if (warn_) warn_("arrays on devices pass through the host, and not through peer memory: " + refusal);
+void PeerMemory::tell(const std::string& refusal, bool of_kernels) const {
+  if (warn_)
+    warn_(std::string(of_kernels ? "reductions of arrays" : "arrays") +
+          " on devices pass through the host, and not through peer memory: " + refusal);
 }
 
 PeerBuffers& PeerMemory::begin(const Operation& operation) {

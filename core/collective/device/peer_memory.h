@@ -46,7 +46,7 @@ class MULTIRING_API PeerMemory : Immovable {
   void release();
 
  private:
-  void tell(const std::string& refusal) const;
+  void tell(const std::string& refusal, bool of_kernels) const;
 
   std::map<std::vector<int>, std::unique_ptr<PeerBuffers>> made_;  // by rank; null: not usable
   std::vector<std::unique_ptr<PeerBuffers>> outgrown_;

@@ -36,15 +36,15 @@ class PeerRun : Immovable {
     std::size_t begin = 0;
     do {
       const Range segment{begin, std::min(begin + step, bytes)};
-      steps.fill(segment);
+      on_device([&] { steps.fill(segment); });
       if (begin == 0 && steps.meanwhile) steps.meanwhile();
       await_stream();
       exchange_.next(call_, [] {});       // all buffers hold what their ranks contribute
       exchange_.throw_if_aborted(call_);  // a peer that has failed meanwhile may be gone, with its buffer
-      steps.combine(segment);
+      on_device([&] { steps.combine(segment); });
       await_stream();
       exchange_.next(call_, [] {});  // no rank but this one works on its buffer
-      if (steps.copy_back) steps.copy_back(segment);
+      if (steps.copy_back) on_device([&] { steps.copy_back(segment); });
       begin = segment.end;
     } while (begin < bytes);
     if (steps.copy_back) await_stream(false);
@@ -53,7 +53,6 @@ class PeerRun : Immovable {
 
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
     if (bytes == 0 || to == from) return;
-    const Devices::Current current(*buffers_.devices, buffers_.device);
     const cuda::Driver& driver = buffers_.devices->driver();
     driver.check(driver.copy_on_device(reinterpret_cast<cuda::Pointer>(to),
                                        reinterpret_cast<cuda::Pointer>(from), bytes, buffers_.stream),
@@ -85,12 +84,17 @@ class PeerRun : Immovable {
     job.written = to_all ? job.ranks : 1;
     job.op = static_cast<unsigned>(reduction.op);
     job.divisor = reduction.op == ReduceOp::kAverage ? job.ranks : 1;
-    const Devices::Current current(*buffers_.devices, buffers_.device);
     peer::launch(*buffers_.devices, buffers_.device,
                  buffers_.kernels.at(static_cast<int>(operation_.dtype())), job, buffers_.stream);
   }
 
  private:
+  /// Once for all copies of a segment: a bucket has hundreds of pieces.
+  void on_device(const std::function<void()>& work) {
+    const Devices::Current current(*buffers_.devices, buffers_.device);
+    work();
+  }
+
   static PeerBuffers& begin(Exchange& exchange, const OperationCall& call, const Operation& operation) {
     // Copies that have not been needed read the arrays as long as they run.
     await_part(operation, Staging::kAll, exchange, call);
@@ -217,13 +221,19 @@ void move_in_peer_memory(Exchange& exchange, const OperationCall& call, const Op
                          std::span<const StagedCopy::Incoming> incoming, std::size_t longest) {
   PeerRun peers(exchange, call, operation);
   const auto self = static_cast<std::size_t>(exchange.rank());
-  const std::size_t own = outgoing.size() == 1 ? 0 : self;  // section of a buffer that this rank reads
-  const std::size_t section = peers.buffer_bytes() / outgoing.size() / kCacheLine * kCacheLine;
+  // What is for all is one section of a buffer; else there is one for each reader but the rank itself.
+  const bool is_for_all = outgoing.size() == 1;
+  const std::size_t sections = is_for_all ? 1 : outgoing.size() - 1;
+  const std::size_t section = peers.buffer_bytes() / sections / kCacheLine * kCacheLine;
+  const auto offset_of = [&](std::size_t reader, std::size_t source) {
+    return is_for_all ? 0 : (reader - (reader > source ? 1 : 0)) * section;
+  };
   const auto fill = [&](Range segment) {
     for (std::size_t reader = 0; reader < outgoing.size(); ++reader) {
       const Range part = intersect({0, outgoing[reader].bytes}, segment);
-      if (outgoing.size() == 1 || reader != self)
-        peers.copy(peers.own_buffer() + reader * section, outgoing[reader].data + part.begin, part.size());
+      if (is_for_all || reader != self)
+        peers.copy(peers.own_buffer() + offset_of(reader, self), outgoing[reader].data + part.begin,
+                   part.size());
     }
   };
   const auto combine = [&](Range segment) {
@@ -231,8 +241,8 @@ void move_in_peer_memory(Exchange& exchange, const OperationCall& call, const Op
     for (std::size_t step = 1; step <= incoming.size(); ++step) {
       const std::size_t source = (self + step) % incoming.size();
       const Range part = intersect({0, incoming[source].bytes}, segment);
-      const std::byte* const from =
-          source == self ? outgoing[own].data + part.begin : peers.buffer(source) + own * section;
+      const std::byte* const from = source == self ? outgoing[is_for_all ? 0 : self].data + part.begin
+                                                   : peers.buffer(source) + offset_of(self, source);
       peers.copy(incoming[source].data + part.begin, from, part.size());
     }
   };
