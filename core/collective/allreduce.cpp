@@ -6,8 +6,8 @@
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
 //   staged   through staging memory: collective/staged/staged_allreduce.h; so are rounds.
-//   nccl     within a host, in any order, where all arrays lie on devices: nccl_groups.h.
-//   peers    the same in the canonical order, by kernels of our own: peer_memory.h.
+//   nccl     in any order, where all arrays lie on devices, of one host or as the job wants: nccl_groups.h.
+//   peers    within a host in the canonical order, by kernels of our own: peer_memory.h.
 //   planned  across hosts, by messages: collective/cluster/plan_run.h.
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/device/device_arrays.h"
+#include "collective/device/nccl_hierarchy.h"
 #include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
 #include "collective/sums/rank_pointers.h"
@@ -31,6 +32,13 @@ CrossingAlgorithm algorithm_of(Exchange& exchange, const Descriptor& descriptor)
   // Chains would round other sums of each chunk.
   if (rounded && order != Order::kAny && !transport.fully_linked()) return {CrossingAlgorithm::Kind::kRounds};
   return exchange.plans().algorithm(transport, Collective::kAllreduce, descriptor.bytes, order, rounded);
+}
+
+/// What ranks compare of it.
+std::uint16_t algorithm_hash(Exchange& exchange, const Descriptor& descriptor) {
+  if (const CrossingAlgorithm algorithm = algorithm_of(exchange, descriptor); algorithm.is_plan())
+    return hash_of(algorithm);
+  return exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce).hash();
 }
 
 void reduce_direct(Exchange& exchange, const OperationCall& call, const Operation& operation) {
@@ -87,19 +95,28 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
   staged.run();
 }
 
+/// On the host, when ranks have been matched and have staged nothing. `bytes` of the operation.
+void reduce_matched(Exchange& exchange, const OperationCall& call, Operation& operation, std::size_t bytes) {
+  Operation* const operations[] = {&operation};
+  Descriptor descriptor = operation.descriptor;
+  descriptor.bytes = bytes;
+  if (const CrossingAlgorithm algorithm = algorithm_of(exchange, descriptor); algorithm.is_plan())
+    return allreduce_by_plan(exchange, call, operations, PieceList(operations), algorithm);
+  const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
+  StagedAllreduce staged(exchange, call, operations, bytes <= choice.max_rounds);
+  exchange.next(call, [&] { staged.stage_first(); });
+  staged.run();
+}
+
 /// Those pieces of an array that lie on the host, which are the same on all ranks.
-void reduce_host_pieces(Exchange& exchange, const OperationCall& call, const Operation& operation,
-                        std::size_t max_rounds) {
+void reduce_host_pieces(Exchange& exchange, const OperationCall& call, const Operation& operation) {
   Operation rest;
   rest.descriptor = operation.descriptor;
   for (std::size_t i = 0; i < operation.pieces.size(); ++i)
     if (!operation.on_devices->pieces[i].on_device()) rest.pieces.push_back(operation.pieces[i]);
-  Operation* const operations[] = {&rest};
-  const std::size_t bytes = PieceList(operations).bytes();
-  if (rest.pieces.empty() || bytes == 0) return;
-  StagedAllreduce staged(exchange, call, operations, bytes <= max_rounds);
-  exchange.next(call, [&] { staged.stage_first(); });
-  staged.run();
+  std::size_t bytes = 0;
+  for (const Piece& piece : rest.pieces) bytes += piece.bytes;
+  if (bytes > 0) reduce_matched(exchange, call, rest, bytes);
 }
 
 std::vector<nccl::Call> calls_of(const Operation& operation) {
@@ -118,18 +135,16 @@ std::vector<nccl::Call> calls_of(const Operation& operation) {
 /// Of a rank that offers to reduce where its array lies: so if all do and it can be, else as the others do.
 void reduce_on_devices(Exchange& exchange, const OperationCall& call, Operation& operation) {
   Descriptor descriptor = operation.descriptor;
-  const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
-  descriptor.key.algorithm = choice.hash();
+  descriptor.key.algorithm = algorithm_hash(exchange, descriptor);
   exchange.match(call, descriptor);
   if (exchange.offers().agree(exchange, call, operation)) {
     if (is_for_peers(descriptor)) return exchange.peer_memory().run(exchange, call, operation);
-    return exchange.nccl().run(exchange, call, operation, calls_of(operation),
-                               [&] { reduce_host_pieces(exchange, call, operation, choice.max_rounds); });
+    const auto meanwhile = [&] { reduce_host_pieces(exchange, call, operation); };
+    if (exchange.nccl().is_by_hosts(exchange))
+      return allreduce_by_hosts(exchange, call, operation, meanwhile);
+    return exchange.nccl().run(exchange, call, operation, calls_of(operation), meanwhile);
   }
-  Operation* const operations[] = {&operation};
-  StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);
-  exchange.next(call, [&] { staged.stage_first(); });
-  staged.run();
+  reduce_matched(exchange, call, operation, descriptor.bytes);
 }
 
 }  // namespace

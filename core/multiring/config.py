@@ -298,6 +298,13 @@ VARIABLES: tuple[Variable, ...] = (
         _choice("canonical", "any"),
     ),
     Variable(
+        "nccl",
+        "off, within, hierarchical or throughout",
+        "Where large arrays on GPUs pass by NCCL: nowhere; in jobs on one host; besides, in allreduces on "
+        "several, within each; or among all ranks (docs/devices.md).",
+        _choice("off", "within", "hierarchical", "throughout"),
+    ),
+    Variable(
         "peer_memory",
         "0 or 1",
         "1: allreduces in the canonical order of large arrays on GPUs of one host stay there "

@@ -117,9 +117,7 @@ void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const W
   Descriptor& descriptor = operation.descriptor;
   descriptor.offered_device = -1;
   arrays.stays = false;
-  if (exchange.size() == 1 || !exchange.transport().shares_memory() ||
-      exchange.transport().staging_bytes() < kOfferBytes)
-    return;
+  if (exchange.size() == 1 || exchange.transport().staging_bytes() < kOfferBytes) return;
   const OpTraits& traits = traits_of(descriptor);
   const std::size_t fused = descriptor.key.kind == OpKind::kAllreduce ? wanted.min_bytes : 0;
   // Others may have more rows.
@@ -127,10 +125,13 @@ void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const W
   if (descriptor.bytes < least) return;
   const int device = device_of(operation);
   if (device < 0 || device > kMaxDevice) return;
+  const bool one_host = exchange.transport().shares_memory();
   std::string why;
-  const bool is_served = is_for_peers(descriptor)
-                             ? wanted.peer_memory && exchange.peer_memory().serves(operation, exchange.size())
-                             : nccl_has(operation, wanted.order) && nccl::Library::find(&why) != nullptr;
+  const bool is_served =
+      is_for_peers(descriptor)
+          ? one_host && wanted.peer_memory && exchange.peer_memory().serves(operation, exchange.size())
+          : exchange.nccl().reaches(exchange, descriptor.key.kind) && nccl_has(operation, wanted.order) &&
+                nccl::Library::find(&why) != nullptr;
   if (!is_served) return;
   descriptor.offered_device = static_cast<std::int8_t>(device);
   descriptor.offered_division = operation.pieces.empty() ? 0 : division_of(arrays.pieces);
