@@ -56,12 +56,12 @@ class DeviceNcclHostsTest : public ::testing::TestWithParam<std::tuple<Progress,
     }
     return sum;
   }
-  /// Whether NCCL has communicators for ranks of the first number in a host, one for each.
-  bool uses_nccl(std::size_t hosts) const {
+  /// Whether NCCL has communicators, so many of them.
+  bool uses_nccl(std::size_t wanted) const {
     std::size_t found = 0;
     for (const auto& each : std::filesystem::directory_iterator(folder_.path()))
       found += each.path().string().ends_with(".init.0") ? 1 : 0;
-    EXPECT_TRUE(found == 0 || found == hosts) << found;
+    EXPECT_TRUE(found == 0 || found == wanted) << found;
     return found > 0;
   }
   bool are_hosts_alike() const {
@@ -78,7 +78,7 @@ class DeviceNcclHostsTest : public ::testing::TestWithParam<std::tuple<Progress,
 TEST_P(DeviceNcclHostsTest, SumsOfWholeArrays) {
   group_.run([&](Communicator& communicator) {
     const int rank = communicator.rank();
-    for (const std::size_t count : {std::size_t{0}, std::size_t{1}, kCount, std::size_t{300'012}})
+    for (const std::size_t count : {std::size_t{0}, std::size_t{1}, kCount, std::size_t{70'004}})
       for (const CallMode mode : kCallModes) {
         const DeviceArray x = array(rank, values_of(rank, count));
         const DeviceArray out = array(rank, Values(count, -1));
@@ -146,6 +146,24 @@ TEST_P(DeviceNcclHostsTest, OtherCollectivesPassThroughTheHost) {
   });
 }
 
+// What crosses goes from neighbour to neighbour; NCCL itself would have to reach all hosts.
+TEST_P(DeviceNcclHostsTest, HostsThatReachTheirNeighboursAlone) {
+  for (const NcclScope scope : {NcclScope::kThroughout, NcclScope::kHierarchical}) {
+    GroupOptions line = options();
+    line.transport = TransportKind::kClusterLine;
+    line.communicator.nccl = scope;
+    RankGroup(line).run([&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      const DeviceArray x = array(rank, values_of(rank, kCount));
+      run(communicator, allreduce(x, x));
+      EXPECT_EQ(x.seen(), sum_of_all(kCount));
+      run(communicator, barrier_operation());
+      const bool by_nccl = scope == NcclScope::kHierarchical ? are_hosts_alike() : layout_.ranks.size() == 2;
+      EXPECT_EQ(uses_nccl(scope == NcclScope::kHierarchical ? layout_.ranks.size() : 1), by_nccl);
+    });
+  }
+}
+
 TEST_P(DeviceNcclHostsTest, FailuresOfAnOperation) {
   if (!are_hosts_alike()) GTEST_SKIP() << "NCCL is not asked";
   ::setenv("FAKE_NCCL", "fail=operation", 1);
@@ -169,8 +187,8 @@ TEST_P(DeviceNcclHostsTest, CopiesThatFail) {
   }
 }
 
-const auto kLayouts = ::testing::Values(std::vector{2, 2}, std::vector{3, 3}, std::vector{2, 2, 2},
-                                        std::vector{2, 1}, std::vector{1, 1});
+const auto kLayouts =
+    ::testing::Values(std::vector{2, 2}, std::vector{3, 3}, std::vector{2, 2, 2}, std::vector{2, 1});
 INSTANTIATE_TEST_SUITE_P(
     Orders, DeviceNcclHostsTest,
     ::testing::Combine(::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads), kLayouts));
