@@ -17,6 +17,7 @@ std::string text_of(const std::string& value) { return value; }
 std::string text_of(CommDtype value) { return comm_dtype_name(value); }
 std::string text_of(HostLinks value) { return host_links_name(value); }
 std::string text_of(Order value) { return order_name(value); }
+std::string text_of(NcclScope value) { return nccl_scope_name(value); }
 std::string text_of(const std::vector<std::string>& values) {
   std::string text;
   for (const std::string& value : values) text += (text.empty() ? "" : ",") + value;

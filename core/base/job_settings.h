@@ -10,6 +10,7 @@
 #include "base/arithmetic/order.h"
 #include "base/export.h"
 #include "base/host_links.h"
+#include "base/nccl_scope.h"
 
 namespace multiring {
 
@@ -36,6 +37,7 @@ struct JobSettings {
   std::string tuning;
   CommDtype comm_dtype = CommDtype::kFloat32;  ///< of allreduces of float32 that do not say
   Order order = Order::kCanonical;             ///< of allreduces that do not say
+  NcclScope nccl = NcclScope::kHost;           ///< where arrays on devices pass by it
   bool peer_memory =
       false;  ///< allreduces in the canonical order of arrays on devices of one host stay there
 };
@@ -64,6 +66,7 @@ void visit_settings(const Visit& visit) {
   visit("tuning", &JobSettings::tuning, SettingScope::kJob);
   visit("comm_dtype", &JobSettings::comm_dtype, SettingScope::kJob);
   visit("order", &JobSettings::order, SettingScope::kJob);
+  visit("nccl", &JobSettings::nccl, SettingScope::kJob);
   visit("peer_memory", &JobSettings::peer_memory, SettingScope::kJob);
 }
 

@@ -102,6 +102,9 @@ void add_setting(py::class_<JobSettings>& settings, const char* name, CommDtype 
 void add_setting(py::class_<JobSettings>& settings, const char* name, Order JobSettings::* member) {
   add_named(settings, name, member, &order_name, &parse_order);
 }
+void add_setting(py::class_<JobSettings>& settings, const char* name, NcclScope JobSettings::* member) {
+  add_named(settings, name, member, &nccl_scope_name, &parse_nccl_scope);
+}
 void add_setting(py::class_<JobSettings>& settings, const char* name, HostLinks JobSettings::* member) {
   add_named(settings, name, member, &host_links_name, &parse_host_links);
 }

@@ -6,8 +6,9 @@
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
 //   staged   through staging memory: collective/staged/staged_allreduce.h; so are rounds.
-//   nccl     within a host, in any order, where all arrays lie on devices: nccl_groups.h.
-//   peers    the same in the canonical order, by kernels of our own: peer_run.h.
+//   nccl     in any order, where all arrays lie on devices, of one host or as MULTIRING_NCCL wants:
+//            device/nccl_groups.h, and across hosts device/nccl_hierarchy.h.
+//   peers    within a host in the canonical order, by kernels of our own: device/peer_run.h.
 //   planned  across hosts, by messages: collective/cluster/plan_run.h.
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include "collective/cluster/plan_run.h"
 #include "collective/collectives.h"
 #include "collective/device/device_arrays.h"
+#include "collective/device/nccl_hierarchy.h"
 #include "collective/device/peer_run.h"
 #include "collective/staged/staged_allreduce.h"
 #include "collective/sums/integer_average.h"
@@ -32,6 +34,12 @@ CrossingAlgorithm algorithm_of(Exchange& exchange, const Descriptor& descriptor)
   // Chains would round other sums of each chunk.
   if (rounded && order != Order::kAny && !transport.fully_linked()) return {CrossingAlgorithm::Kind::kRounds};
   return exchange.plans().algorithm(transport, Collective::kAllreduce, descriptor.bytes, order, rounded);
+}
+
+/// What ranks compare of it.
+std::uint16_t compared_hash(Exchange& exchange, const CrossingAlgorithm& algorithm) {
+  if (algorithm.is_plan()) return hash_of(algorithm);
+  return exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce).hash();
 }
 
 void reduce_direct(Exchange& exchange, const OperationCall& call, const Operation& operation) {
@@ -89,7 +97,7 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
 }
 
 /// Those pieces of an array that lie on the device, or those that do not; they are the same on all ranks. An
-/// array that is not in pieces lies there.
+/// array that is not in pieces is one piece on the device.
 Operation part_of(const Operation& operation, bool on_device) {
   Operation part;
   part.descriptor = operation.descriptor;
@@ -104,14 +112,15 @@ Operation part_of(const Operation& operation, bool on_device) {
   return part;
 }
 
-void reduce_host_pieces(Exchange& exchange, const OperationCall& call, const Operation& operation,
-                        std::size_t max_rounds) {
-  Operation rest = part_of(operation, false);
-  if (rest.pieces.empty()) return;
-  Operation* const operations[] = {&rest};
-  const std::size_t bytes = PieceList(operations).bytes();
-  if (bytes == 0) return;
-  StagedAllreduce staged(exchange, call, operations, bytes <= max_rounds);
+/// On the host, when ranks have been matched and have staged nothing. `algorithm`: what they have compared.
+void reduce_matched(Exchange& exchange, const OperationCall& call, Operation& operation,
+                    const CrossingAlgorithm& algorithm) {
+  Operation* const operations[] = {&operation};
+  const PieceList pieces(operations);
+  if (pieces.bytes() == 0) return;
+  if (algorithm.is_plan()) return allreduce_by_plan(exchange, call, operations, pieces, algorithm);
+  const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
+  StagedAllreduce staged(exchange, call, operations, pieces.bytes() <= choice.max_rounds);
   exchange.next(call, [&] { staged.stage_first(); });
   staged.run();
 }
@@ -125,29 +134,32 @@ std::vector<nccl::Call> calls_of(const Operation& operation) {
   return calls;
 }
 
-/// As all ranks have agreed.
+/// All ranks have agreed to.
 void reduce_where_it_lies(Exchange& exchange, const OperationCall& call, Operation& operation,
-                          std::size_t max_rounds) {
+                          const CrossingAlgorithm& algorithm) {
   Operation part = part_of(operation, true);
-  const auto meanwhile = [&] { reduce_host_pieces(exchange, call, operation, max_rounds); };
-  if (!operation.descriptor.offers_peers)
-    return exchange.nccl().run(exchange, call, operation, calls_of(part), meanwhile);
-  Operation* const parts[] = {&part};
-  allreduce_in_peer_memory(exchange, call, operation, PieceList(parts), meanwhile);
+  const auto meanwhile = [&] {
+    Operation rest = part_of(operation, false);
+    if (!rest.pieces.empty()) reduce_matched(exchange, call, rest, algorithm);
+  };
+  if (operation.descriptor.offers_peers) {
+    Operation* const parts[] = {&part};
+    return allreduce_in_peer_memory(exchange, call, operation, PieceList(parts), meanwhile);
+  }
+  if (exchange.nccl().is_hierarchical(exchange))
+    return hierarchical_allreduce(exchange, call, operation, part.pieces, algorithm.mode, meanwhile);
+  exchange.nccl().run(exchange, call, operation, calls_of(part), meanwhile);
 }
 
 /// Of a rank that offers to reduce where its array lies: so if all do and it can be, else as the others do.
 void reduce_on_devices(Exchange& exchange, const OperationCall& call, Operation& operation) {
   Descriptor descriptor = operation.descriptor;
-  const HostChoice& choice = exchange.plans().host_choice(exchange.transport(), Collective::kAllreduce);
-  descriptor.key.algorithm = choice.hash();
+  const CrossingAlgorithm algorithm = algorithm_of(exchange, descriptor);
+  descriptor.key.algorithm = compared_hash(exchange, algorithm);
   exchange.match(call, descriptor);
   if (exchange.offers().agree(exchange, call, operation))
-    return reduce_where_it_lies(exchange, call, operation, choice.max_rounds);
-  Operation* const operations[] = {&operation};
-  StagedAllreduce staged(exchange, call, operations, descriptor.bytes <= choice.max_rounds);
-  exchange.next(call, [&] { staged.stage_first(); });
-  staged.run();
+    return reduce_where_it_lies(exchange, call, operation, algorithm);
+  reduce_matched(exchange, call, operation, algorithm);
 }
 
 }  // namespace

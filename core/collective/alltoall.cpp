@@ -78,7 +78,10 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
 
   const Rows rows = rows_of_all(exchange);
   require_room(exchange, call, [&](int rank) { return rows.to[static_cast<std::size_t>(rank)] * row_bytes; });
-  const bool on_devices = any_offers(exchange) && exchange.offers().agree(exchange, call, operation);
+  const bool is_offered = any_offers(exchange);
+  const bool on_devices = is_offered && exchange.offers().agree(exchange, call, operation);
+  // A rank that has what it needs may leave, which those who still copy their arrays would take for a loss.
+  if (is_offered && !on_devices) exchange.next(call, [] {});
   std::vector<StagedCopy::Outgoing> outgoing(size);
   const std::byte* next = operation.input;
   for (std::size_t rank = 0; rank < size; ++rank) {

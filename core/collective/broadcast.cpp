@@ -25,16 +25,10 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
   const CrossingAlgorithm& algorithm =
       exchange.plans().algorithm(exchange.transport(), Collective::kBroadcast, bytes, Order::kAny);
   operation.descriptor.key.algorithm = hash_of(algorithm);
-  if (algorithm.is_plan()) {
-    exchange.match(call, operation.descriptor);
-    std::vector<Piece> blocks(static_cast<std::size_t>(exchange.size()));
-    blocks[static_cast<std::size_t>(root)] = {operation.input, is_root ? nullptr : operation.output, bytes};
-    run_blocks(exchange, call, operation, Collective::kBroadcast, blocks, algorithm);
-    return keep(operation, is_root);
-  }
   StagedCopy::Outgoing outgoing[1];
   StagedCopy copy(exchange, call, outgoing, bytes);
   const auto stage = [&] {
+    if (algorithm.is_plan()) return;
     outgoing[0] = {operation.input, is_root ? bytes : 0};
     copy.stage_first();
   };
@@ -42,6 +36,12 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
   if (on_devices && !operation.descriptor.offers_peers) {
     const nccl::Call calls[] = {{nccl::Function::kBroadcast, operation.input, operation.output, bytes, root}};
     return exchange.nccl().run(exchange, call, operation, calls);
+  }
+  if (algorithm.is_plan()) {
+    std::vector<Piece> blocks(static_cast<std::size_t>(exchange.size()));
+    blocks[static_cast<std::size_t>(root)] = {operation.input, is_root ? nullptr : operation.output, bytes};
+    run_blocks(exchange, call, operation, Collective::kBroadcast, blocks, algorithm);
+    return keep(operation, is_root);
   }
   std::vector<StagedCopy::Incoming> incoming(static_cast<std::size_t>(exchange.size()));
   if (!is_root || on_devices) incoming[static_cast<std::size_t>(root)] = {operation.output, bytes};

@@ -52,6 +52,7 @@ class MULTIRING_API Exchange {
   const PlanCache& plans() const { return plans_; }
   DeviceOffers& offers() { return offers_; }
   NcclGroups& nccl() { return nccl_; }
+  const NcclGroups& nccl() const { return nccl_; }
   PeerMemory& peer_memory() { return peer_memory_; }
   const PeerMemory& peer_memory() const { return peer_memory_; }
 

@@ -145,6 +145,8 @@ Communicator::~Communicator() {
 }
 
 void Communicator::connect(int size, int rank, const UniqueId& id) {
+  size_ = size;
+  rank_ = rank;
   const Devices::Current current(*devices_, device_);
   Config config;
   const Result result = library_.init_rank(&comm_, size, id, rank, &config);
@@ -232,7 +234,7 @@ void Communicator::check(Result result, const char* function) const {
                     cuda::on(function, device_) + " failed: " + (text != nullptr ? text : "unknown error") +
                         " (" + std::to_string(result) + "), NCCL " + version_text(library_.version) +
                         (last != nullptr && *last != '\0' ? std::string(": ") + last : std::string()) +
-                        ". NCCL_DEBUG=WARN tells more; MULTIRING_MODE=staged does without NCCL.");
+                        ". NCCL_DEBUG=WARN tells more; MULTIRING_NCCL=off does without NCCL.");
 }
 
 }  // namespace multiring::nccl

@@ -125,6 +125,8 @@ class MULTIRING_API Communicator : Immovable {
   /// No other call may follow.
   bool abort(double seconds);
 
+  int size() const { return size_; }
+  int rank() const { return rank_; }
   int device() const { return device_; }
   cuda::Stream stream() const { return stream_; }
   Devices& devices() const { return *devices_; }
@@ -137,6 +139,8 @@ class MULTIRING_API Communicator : Immovable {
   const std::shared_ptr<Devices> devices_;
   const int device_;
   const int process_;
+  int size_ = 0;
+  int rank_ = 0;
   cuda::Stream stream_ = nullptr;
   Comm comm_ = nullptr;
   bool is_abandoned_ = false;  // by an abort that has not ended in time

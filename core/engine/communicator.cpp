@@ -34,6 +34,7 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       timeout_(options_.timeout),
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
+  exchange_.nccl().set_scope(options_.nccl);
   exchange_.nccl().warn_by(options_.warn);
   exchange_.peer_memory().warn_by(options_.warn);
   if (!options_.tuning.empty()) follow_tuning();

@@ -829,6 +829,7 @@ class JobSettings:
     host: str
     host_links: str
     mode: str
+    nccl: str
     order: str
     peer_memory: bool
     tcp_congestion: str

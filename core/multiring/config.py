@@ -304,6 +304,13 @@ VARIABLES: tuple[Variable, ...] = (
         _choice("canonical", "any"),
     ),
     Variable(
+        "nccl",
+        "off, host, hierarchical or all",
+        "Where large arrays on GPUs pass by NCCL: nowhere; among ranks of one host; besides, in allreduces "
+        "of several hosts, within each; or among all ranks (docs/devices.md).",
+        _choice("off", "host", "hierarchical", "all"),
+    ),
+    Variable(
         "peer_memory",
         "0 or 1",
         "1: large arrays on GPUs of one host stay there in most collectives (docs/devices.md); what adds, in "

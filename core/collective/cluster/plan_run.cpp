@@ -29,16 +29,17 @@ DType PlanRun::carried_dtype(const Operation& operation) {
 }
 
 PlanRun::PlanRun(Exchange& exchange, const OperationCall& call, const Operation& operation,
-                 const PieceList& pieces, Collective collective, std::vector<Segment> segments)
+                 const PieceList& pieces, Collective collective, std::vector<Segment> segments,
+                 Members members)
     : exchange_(exchange),
       call_(call),
       pieces_(pieces),
       hierarchy_(*exchange.transport().hierarchy()),
-      local_ranks_(hierarchy_.host_ranks()),
+      local_ranks_(members.local),
       local_rank_(static_cast<int>(std::ranges::find(local_ranks_, exchange.rank()) - local_ranks_.begin())),
       collective_(collective),
       order_(operation.descriptor.key.order),
-      sums_(operation.dtype(), operation.reduction(), exchange.size(), order_),
+      sums_(operation.dtype(), operation.reduction(), members.size, order_),
       carried_(carried_dtype(operation)),
       element_(operation.element_size()),
       carried_element_(dtype_size(carried_)),
@@ -46,7 +47,7 @@ PlanRun::PlanRun(Exchange& exchange, const OperationCall& call, const Operation&
       waiting_(call.waiting) {
   waiting_.brief = true;  // all are in the operation
   if (is_rounded(operation.descriptor.key.comm_dtype))
-    rounded_.emplace(carried_, rounded_reduction(operation, exchange.size()), exchange.size(), order_);
+    rounded_.emplace(carried_, rounded_reduction(operation, members.size), members.size, order_);
   steps_ = segments_.front().schedule->steps.size();
   std::size_t slot_bytes = 0;
   for (const Segment& segment : segments_) {
@@ -272,14 +273,18 @@ void PlanRun::check(const WaitResult& result, const InFlightSegment* current) co
   exchange_.throw_in_progress(call_, result, late);
 }
 
-void allreduce_by_plan(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
-                       const PieceList& pieces, const CrossingAlgorithm& algorithm) {
-  const Operation& first = *operations[0];
+namespace {
+
+PlanRun::Members all_members(const Exchange& exchange) {
+  return {exchange.transport().hierarchy()->host_ranks(), exchange.size()};
+}
+
+/// `request`: but for the count.
+void run_allreduce(Exchange& exchange, const OperationCall& call, const Operation& first,
+                   const PieceList& pieces, PlanCache::Request request, std::size_t full,
+                   PlanRun::Members members) {
   Transport& transport = exchange.transport();
-  const bool rounded = is_rounded(first.descriptor.key.comm_dtype);
   const std::size_t bytes = pieces.bytes();
-  const std::size_t full =
-      plan_segment_bytes(bytes, transport.hierarchy()->staging_bytes(), algorithm.segment);
   std::vector<PlanRun::Segment> segments;
   for (std::size_t index = 0; index < segment_count(bytes, full); ++index) {
     const Range range = segment_range(bytes, full, index);
@@ -287,14 +292,41 @@ void allreduce_by_plan(Exchange& exchange, const OperationCall& call, std::span<
       segments.push_back({range, segments.front().schedule});
       continue;
     }
-    segments.push_back(
-        {range, exchange.plans().schedule(transport, {.count = range.size() / first.element_size(),
-                                                      .dtype = PlanRun::carried_dtype(first),
-                                                      .rounded = rounded,
-                                                      .order = first.descriptor.key.order,
-                                                      .mode = algorithm.mode})});
+    request.count = range.size() / first.element_size();
+    segments.push_back({range, exchange.plans().schedule(transport, request)});
   }
-  PlanRun(exchange, call, first, pieces, Collective::kAllreduce, std::move(segments)).run();
+  PlanRun(exchange, call, first, pieces, Collective::kAllreduce, std::move(segments), members).run();
+}
+
+}  // namespace
+
+void allreduce_by_plan(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
+                       const PieceList& pieces, const CrossingAlgorithm& algorithm) {
+  const Operation& first = *operations[0];
+  const std::size_t staging_bytes = exchange.transport().hierarchy()->staging_bytes();
+  run_allreduce(exchange, call, first, pieces,
+                {.dtype = PlanRun::carried_dtype(first),
+                 .rounded = is_rounded(first.descriptor.key.comm_dtype),
+                 .order = first.descriptor.key.order,
+                 .mode = algorithm.mode},
+                plan_segment_bytes(pieces.bytes(), staging_bytes, algorithm.segment), all_members(exchange));
+}
+
+void allreduce_across_hosts(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                            std::byte* memory, std::size_t bytes, Mode mode) {
+  if (bytes == 0) return;
+  Hierarchy& hierarchy = *exchange.transport().hierarchy();
+  const int ranks = static_cast<int>(hierarchy.host_ranks().size());
+  if (!mode.empty()) mode.front() = {1};
+  Operation whole;
+  whole.descriptor = operation.descriptor;
+  whole.pieces = {{memory, memory, bytes}};
+  Operation* const operations[] = {&whole};
+  const int self[] = {exchange.rank()};
+  run_allreduce(
+      exchange, call, whole, PieceList(operations),
+      {.dtype = operation.dtype(), .order = Order::kAny, .mode = std::move(mode), .across_hosts = true},
+      plan_segment_bytes(bytes, hierarchy.staging_bytes()), {self, exchange.size() / ranks});
 }
 
 void run_blocks(Exchange& exchange, const OperationCall& call, const Operation& operation,
@@ -343,7 +375,7 @@ void run_blocks(Exchange& exchange, const OperationCall& call, const Operation& 
   }
   Operation* const operations[] = {&whole};
   const PieceList pieces(operations);
-  PlanRun(exchange, call, whole, pieces, collective, std::move(segments)).run();
+  PlanRun(exchange, call, whole, pieces, collective, std::move(segments), all_members(exchange)).run();
 }
 
 }  // namespace multiring

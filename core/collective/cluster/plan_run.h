@@ -46,10 +46,16 @@ class PlanRun : Immovable {
     std::shared_ptr<const RankSchedule> schedule;
   };
 
+  /// Among whom.
+  struct Members {
+    std::span<const int> local;  ///< those of this host, ascending
+    int size;                    ///< of all hosts
+  };
+
   /// `operation`: that, or of several of the same reduction the first. `segments`: one after the other, all
   /// of `pieces`; the same on all ranks, at least one.
   PlanRun(Exchange& exchange, const OperationCall& call, const Operation& operation, const PieceList& pieces,
-          Collective collective, std::vector<Segment> segments);
+          Collective collective, std::vector<Segment> segments, Members members);
   ~PlanRun();
 
   /// The dtype of elements on their way.
@@ -104,7 +110,7 @@ class PlanRun : Immovable {
   const OperationCall& call_;
   const PieceList& pieces_;
   Hierarchy& hierarchy_;
-  const std::span<const int> local_ranks_;  // ranks of this host
+  const std::span<const int> local_ranks_;  // members on this host
   int local_rank_ = 0;                      // this rank's index among them
   const Collective collective_;
   const Order order_;
@@ -132,6 +138,12 @@ class PlanRun : Immovable {
 /// ranks.
 void allreduce_by_plan(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
                        const PieceList& pieces, const CrossingAlgorithm& algorithm);
+
+/// Allreduce in any order, in place, among the ranks of all hosts that have this one's local number; hosts
+/// have as many ranks each. `operation`: of which dtype and reduction, in which an average is one of as many
+/// numbers as there are hosts. `mode`: of all ranks, or empty.
+void allreduce_across_hosts(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                            std::byte* memory, std::size_t bytes, Mode mode);
 
 /// Reduce-scatter, allgather or broadcast of at least one byte. `blocks`: of each rank, how long its block
 /// is, and what this rank has and wants of it. `operation`: of which dtype and reduction.

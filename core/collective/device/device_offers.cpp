@@ -132,9 +132,7 @@ void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const W
   Descriptor& descriptor = operation.descriptor;
   descriptor.offered_device = -1;
   arrays.stays = false;
-  if (exchange.size() == 1 || !exchange.transport().shares_memory() ||
-      exchange.transport().staging_bytes() < kOfferBytes)
-    return;
+  if (exchange.size() == 1 || exchange.transport().staging_bytes() < kOfferBytes) return;
   const OpTraits& traits = traits_of(descriptor);
   const std::size_t fused = descriptor.key.kind == OpKind::kAllreduce ? wanted.min_bytes : 0;
   // Others may have more rows.
@@ -142,9 +140,11 @@ void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const W
   if (descriptor.bytes < least) return;
   const int device = device_of(operation);
   if (device < 0 || device > kMaxDevice) return;
+  const bool one_host = exchange.transport().shares_memory();
   std::string why;
-  const bool by_nccl = nccl_has(operation, wanted.order) && nccl::Library::find(&why) != nullptr;
-  descriptor.offers_peers = !by_nccl && wanted.peer_memory && peers_have(descriptor) &&
+  const bool by_nccl = exchange.nccl().serves(exchange, descriptor.key.kind) &&
+                       nccl_has(operation, wanted.order) && nccl::Library::find(&why) != nullptr;
+  descriptor.offers_peers = !by_nccl && one_host && wanted.peer_memory && peers_have(descriptor) &&
                             exchange.peer_memory().serves(operation, exchange.size());
   if (!by_nccl && !descriptor.offers_peers) return;
   descriptor.offered_device = static_cast<std::int8_t>(device);

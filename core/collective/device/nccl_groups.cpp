@@ -21,7 +21,8 @@ struct Offer {
   std::array<char, 16> device{};  ///< which it is, whatever number it has in this process
 };
 
-/// What rank 0 makes for all when they go together: it keeps a socket open as long as the process lives.
+/// What the first of the ranks that have a communicator makes for all of them when they go together: it keeps
+/// a socket open as long as the process lives.
 struct Meeting {
   nccl::Result made = nccl::kSuccess;
   nccl::UniqueId id;
@@ -61,6 +62,14 @@ std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchang
   return may_share ? "" : sharing;
 }
 
+/// Whether all hosts have the same number of ranks, more than one.
+bool is_regular(const Transport& transport) {
+  std::map<int, int> ranks;  // by host
+  for (int rank = 0; rank < transport.size(); ++rank) ++ranks[transport.host_number(rank)];
+  const int first = ranks.begin()->second;
+  return first > 1 && std::ranges::all_of(ranks, [&](const auto& host) { return host.second == first; });
+}
+
 /// Aborts, and returns when the program's arrays are its own again: when the stream has got to its end. A
 /// device that does not get there has failed. False: it may not have.
 bool abort(nccl::Communicator& comm) {
@@ -91,10 +100,31 @@ void await_event(nccl::Communicator& comm, cuda::Event event, const Exchange& ex
 
 }  // namespace
 
+bool NcclGroups::is_hierarchical(const Exchange& exchange) const {
+  return scope_ == NcclScope::kHierarchical && !exchange.transport().shares_memory();
+}
+
+bool NcclGroups::serves(const Exchange& exchange, OpKind kind) const {
+  const Transport& transport = exchange.transport();
+  if (transport.shares_memory()) return scope_ != NcclScope::kOff;
+  if (is_hierarchical(exchange)) return kind == OpKind::kAllreduce && is_regular(transport);
+  return scope_ == NcclScope::kAll && transport.fully_linked();
+}
+
+/// Those that this rank has a communicator with, and itself, ascending.
+std::vector<int> NcclGroups::members_of(const Exchange& exchange) const {
+  const Transport& transport = exchange.transport();
+  std::vector<int> members;
+  for (int rank = 0; rank < exchange.size(); ++rank)
+    if (!is_hierarchical(exchange) || transport.host_number(rank) == transport.host_number(exchange.rank()))
+      members.push_back(rank);
+  return members;
+}
+
 bool NcclGroups::prepare(Exchange& exchange, const OperationCall& call, const Operation& operation) {
   // From here on an error of this rank has to end what the others begin.
-  running_ = agreed_ = find(exchange, call, operation);
-  return agreed_ != nullptr;
+  running_ = find(exchange, call, operation);
+  return running_ != nullptr;
 }
 
 nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& call,
@@ -110,18 +140,24 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
   std::unique_ptr<nccl::Communicator>& made = made_[std::move(devices)];
   if (const std::string refusal = refusal_of(offers, exchange); !refusal.empty())
     return tell(exchange, refusal), nullptr;
+  const std::vector<int> members = members_of(exchange);
   Meeting mine;
-  if (exchange.rank() == 0) mine.made = library.unique_id(&mine.id);
-  const Meeting meeting = exchanged(exchange, call, mine)[0];
-  if (meeting.made != nccl::kSuccess)
-    return tell(exchange, "ncclGetUniqueId on rank 0 failed (" + std::to_string(meeting.made) + ")"), nullptr;
+  if (exchange.rank() == members.front()) mine.made = library.unique_id(&mine.id);
+  const std::vector<Meeting> meetings = exchanged(exchange, call, mine);
+  for (int rank = 0; rank < exchange.size(); ++rank)
+    if (const nccl::Result result = meetings[static_cast<std::size_t>(rank)].made; result != nccl::kSuccess)
+      return tell(exchange, "ncclGetUniqueId on " + exchange.name_of(rank) + " failed (" +
+                                std::to_string(result) + ")"),
+             nullptr;
   made = std::make_unique<nccl::Communicator>(library, driven, device);
   running_ = made.get();
-  made->connect(exchange.size(), exchange.rank(), meeting.id);
+  made->connect(static_cast<int>(members.size()),
+                static_cast<int>(std::ranges::find(members, exchange.rank()) - members.begin()),
+                meetings[static_cast<std::size_t>(members.front())].id);
   poll(
       exchange, call, [&] { return made->is_ready(); },
-      "NCCL to connect the ranks. NCCL_DEBUG=INFO shows how far it is; MULTIRING_MODE=staged does without "
-      "it.");
+      "NCCL to connect the ranks. NCCL_DEBUG=INFO shows how far it is, NCCL_SOCKET_IFNAME names the network "
+      "between hosts; MULTIRING_NCCL=off does without it.");
   return made.get();
 }
 
@@ -131,42 +167,57 @@ void NcclGroups::tell(const Exchange& exchange, const std::string& refusal) cons
 }
 
 void NcclGroups::end_failed() {
-  std::shared_ptr<std::byte> result = std::move(result_);
+  std::vector<std::shared_ptr<std::byte>> used = std::exchange(used_, {});
   if (running_ == nullptr || abort(*std::exchange(running_, nullptr))) return;
   // Others may still write to it; and to free it would wait for the device.
-  if (result != nullptr) new std::shared_ptr<std::byte>(std::move(result));
+  for (std::shared_ptr<std::byte>& memory : used)
+    if (memory != nullptr) new std::shared_ptr<std::byte>(std::move(memory));
 }
 
 void NcclGroups::run(Exchange& exchange, const OperationCall& call, Operation& operation,
                      std::span<const nccl::Call> calls, const std::function<void()>& meanwhile) {
-  nccl::Communicator* const comm = agreed_;
-  Devices& devices = comm->devices();
+  keep(operation.result.memory());
+  begin(exchange, call, operation, calls);
+  await(exchange, call, meanwhile);
+  finish(exchange, call, operation);
+}
+
+void NcclGroups::begin(const Exchange& exchange, const OperationCall& call, const Operation& operation,
+                       std::span<const nccl::Call> calls) {
+  nccl::Communicator& comm = *running_;
   const OpTraits& traits = traits_of(operation.descriptor);
-  result_ = operation.result.memory();
   if (traits.reduces)
-    comm->begin(calls, *nccl::dtype_code(operation.dtype()),
-                *nccl::op_code(operation.reduction(), operation.dtype()));
+    comm.begin(calls, *nccl::dtype_code(operation.dtype()),
+               *nccl::op_code(operation.reduction(), operation.dtype()));
   else
-    comm->begin(calls, nccl::kBytes, 0);
+    comm.begin(calls, nccl::kBytes, 0);
   poll(
-      exchange, call, [&] { return comm->is_ready(); },
-      std::string("NCCL to begin its ") + traits.name + ".");
+      exchange, call, [&] { return comm.is_ready(); }, std::string("NCCL to begin its ") + traits.name + ".");
+}
+
+void NcclGroups::await(const Exchange& exchange, const OperationCall& call,
+                       const std::function<void()>& meanwhile) {
+  nccl::Communicator& comm = *running_;
+  Devices& devices = comm.devices();
   cuda::Event done = nullptr;
   {
-    const Devices::Current current(devices, comm->device());
-    done = devices.take_event(comm->device());
-    devices.driver().check(devices.driver().event_record(done, comm->stream()),
-                           cuda::on("cuEventRecord", comm->device()));
+    const Devices::Current current(devices, comm.device());
+    done = devices.take_event(comm.device());
+    devices.driver().check(devices.driver().event_record(done, comm.stream()),
+                           cuda::on("cuEventRecord", comm.device()));
   }
   meanwhile();
-  await_event(*comm, done, exchange, call);
-  devices.release_event(comm->device(), done);
+  await_event(comm, done, exchange, call);
+  devices.release_event(comm.device(), done);
+}
+
+void NcclGroups::finish(Exchange& exchange, const OperationCall& call, const Operation& operation) {
   // Copies that have not been needed read the arrays as long as they run.
   await_part(operation, Staging::kAll, exchange, call);
   // A rank may abort its part from here on, which others might still read from.
   exchange.next(call, [] {});
   running_ = nullptr;
-  result_ = nullptr;
+  used_.clear();
 }
 
 }  // namespace multiring

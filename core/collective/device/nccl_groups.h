@@ -5,9 +5,11 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/immovable.h"
+#include "base/nccl_scope.h"
 #include "collective/operation.h"
 #include "device/nccl.h"
 
@@ -17,10 +19,15 @@ class Exchange;
 struct OperationCall;
 
 /// NCCL's communicators of a group of ranks, one for each choice of devices that all its arrays have lain on
-/// in one operation. All ranks make, and do without, the same ones: each decides from what all have
-/// published.
+/// in one operation: of all ranks, or of those of each host. All ranks make, and do without, the same ones:
+/// each decides from what all have published.
 class NcclGroups : Immovable {
  public:
+  void set_scope(NcclScope scope) { scope_ = scope; }
+  /// Whether the operations of a kind may run by NCCL among these ranks. Thread-safe.
+  bool serves(const Exchange& exchange, OpKind kind) const;
+  /// Whether they do so within each of several hosts (nccl_hierarchy.h).
+  bool is_hierarchical(const Exchange& exchange) const;
   /// Where warnings go, from any thread.
   void warn_by(std::function<void(const std::string&)> warn) { warn_ = std::move(warn); }
 
@@ -31,6 +38,18 @@ class NcclGroups : Immovable {
   void run(
       Exchange& exchange, const OperationCall& call, Operation& operation, std::span<const nccl::Call> calls,
       const std::function<void()>& meanwhile = [] {});
+
+  // The parts of `run`.
+  nccl::Communicator& communicator() const { return *running_; }
+  /// What the device may write to until the operation is finished, or has been ended.
+  void keep(std::shared_ptr<std::byte> memory) { used_.push_back(std::move(memory)); }
+  void begin(const Exchange& exchange, const OperationCall& call, const Operation& operation,
+             std::span<const nccl::Call> calls);
+  /// Returns when the stream has done all that it has been given.
+  void await(
+      const Exchange& exchange, const OperationCall& call, const std::function<void()>& meanwhile = [] {});
+  void finish(Exchange& exchange, const OperationCall& call, const Operation& operation);
+
   /// After an operation that has raised an error, in the same thread, once the peers have been told: aborts,
   /// which may take seconds.
   void end_failed();
@@ -38,13 +57,14 @@ class NcclGroups : Immovable {
   void release() { made_.clear(); }
 
  private:
+  std::vector<int> members_of(const Exchange& exchange) const;
   nccl::Communicator* find(Exchange& exchange, const OperationCall& call, const Operation& operation);
   void tell(const Exchange& exchange, const std::string& refusal) const;
 
   std::map<std::vector<int>, std::unique_ptr<nccl::Communicator>> made_;  // by rank; null: not usable
-  nccl::Communicator* agreed_ = nullptr;                                  // for the operation in progress
-  nccl::Communicator* running_ = nullptr;  // in an operation, or in one that has failed
-  std::shared_ptr<std::byte> result_;      // which it writes to
+  nccl::Communicator* running_ = nullptr;  // agreed on for the operation in progress, or one that has failed
+  std::vector<std::shared_ptr<std::byte>> used_;  // which it writes to
+  NcclScope scope_ = NcclScope::kHost;
   std::function<void(const std::string&)> warn_;
 };
 

@@ -49,7 +49,7 @@ Mode PlanCache::mode_for(const Request& request) const {
   return mode;
 }
 
-Plan PlanCache::plan(const Request& request) const {
+Plan PlanCache::plan(const Request& request, const Cluster& cluster) const {
   PlanOptions options;
   options.count = request.count;
   options.dtype = request.dtype;
@@ -59,7 +59,27 @@ Plan PlanCache::plan(const Request& request) const {
   options.rounded = request.rounded;
   options.collective = request.collective;
   options.blocks = request.blocks;
-  return Plan(cluster_, options);
+  return Plan(cluster, options);
+}
+
+RankSchedule PlanCache::make(const Request& request, int rank) const {
+  if (!request.across_hosts) return make_schedule(plan(request, cluster_), rank);
+  const int host = cluster_.host_of_rank()[static_cast<std::size_t>(rank)];
+  const std::vector<int>& local_ranks = cluster_.hosts[static_cast<std::size_t>(host)].ranks;
+  const auto local_rank =
+      static_cast<std::size_t>(std::ranges::find(local_ranks, rank) - local_ranks.begin());
+  Cluster across = cluster_;
+  std::vector<int> members;  // of whom the cluster's ranks are the indices
+  for (Host& each : across.hosts) {
+    members.push_back(each.ranks[local_rank]);
+    each.ranks = {static_cast<int>(members.size()) - 1};
+  }
+  RankSchedule made = make_schedule(plan(request, across), host);
+  for (RankSchedule::Step& step : made.steps)
+    for (auto* const messages : {&step.sends, &step.receives})
+      for (RankSchedule::Message& message : *messages)
+        message.peer = members[static_cast<std::size_t>(message.peer)];
+  return made;
 }
 
 void PlanCache::require_fit_and_links(const CrossingAlgorithm& algorithm, Collective collective,
@@ -159,7 +179,7 @@ std::vector<AlgorithmRow> PlanCache::rows(const Transport& transport, Collective
       request.collective = collective;
       request.blocks = options.blocks;
     }
-    used.mode = plan(request).mode();
+    used.mode = plan(request, cluster_).mode();
   }
   const std::string name = algorithm_name(used);
   for (AlgorithmRow& row : rows) row.is_chosen = row.name == name;
@@ -201,7 +221,7 @@ std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transpo
     return recent.front().second;
   }
   if (cluster_.hosts.empty()) cluster_ = cluster_of(transport);
-  auto made = std::make_shared<RankSchedule>(make_schedule(plan(request), transport.rank()));
+  auto made = std::make_shared<RankSchedule>(make(request, transport.rank()));
   if (recent.size() >= kMaxSchedules) {
     index.erase(recent.back().first);
     recent.pop_back();

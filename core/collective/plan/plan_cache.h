@@ -43,6 +43,9 @@ class MULTIRING_API PlanCache {
     Mode mode = {};
     Collective collective = Collective::kAllreduce;
     std::vector<std::size_t> blocks = {};  ///< elements by rank, of what is no allreduce
+    /// Among the ranks of all hosts that have this one's local number, instead of all ranks; the mode has one
+    /// rank within a host.
+    bool across_hosts = false;
     auto operator<=>(const Request&) const = default;
   };
 
@@ -97,7 +100,8 @@ class MULTIRING_API PlanCache {
   AlgorithmTable table(const Transport& transport) const;
   HostChoice find_host_choice(const Transport& transport, Collective collective) const;
   Mode mode_for(const Request& request) const;
-  Plan plan(const Request& request) const;
+  Plan plan(const Request& request, const Cluster& cluster) const;
+  RankSchedule make(const Request& request, int rank) const;
   void require_rules_that_fit(const Tuning& tuning, const Transport& transport) const;
   void require_fit_and_links(const CrossingAlgorithm& algorithm, Collective collective,
                              const Transport& transport) const;

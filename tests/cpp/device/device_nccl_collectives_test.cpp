@@ -1,5 +1,5 @@
-// Collectives other than allreduce by NCCL, on the stand-ins for it and for the driver: ranks as threads, on
-// two devices that they share.
+// Collectives by NCCL, on the stand-ins for it and for the driver: ranks as threads, on two devices that they
+// share, on one host or on several.
 
 #include <cstdlib>
 #include <functional>
@@ -29,20 +29,24 @@ Values values_of(int rank, std::size_t count, std::size_t begin = 0) {
   return values;
 }
 
+void add(Values& to, const Values& more) {
+  for (std::size_t i = 0; i < to.size(); ++i) to[i] += more[i];
+}
+
 void append(Values& to, const Values& more) { to.insert(to.end(), more.begin(), more.end()); }
 
-class DeviceNcclCollectivesTest : public ::testing::TestWithParam<std::tuple<Progress, int>> {
+class DeviceNcclCollectivesTest : public ::testing::TestWithParam<std::tuple<Progress, Layout>> {
  protected:
   /// Nothing, too little for NCCL, and what lies on both sides of a segment of staging memory.
   static constexpr std::size_t kCounts[] = {0, 1, 16'384, 20'001, 300'007};
 
-  DeviceNcclCollectivesTest() : size_(std::get<1>(GetParam())), group_(options(size_)) {
+  DeviceNcclCollectivesTest() : layout_(std::get<1>(GetParam())), size_(layout_.size()), group_(options()) {
     ::setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
     gpu_.set_progress(std::get<0>(GetParam()), 3);
   }
 
-  static GroupOptions options(int size, Order order = Order::kAny) {
-    GroupOptions made(TransportKind::kInproc, size, kSmallStaging);
+  GroupOptions options(Order order = Order::kAny) const {
+    GroupOptions made = layout_.options();
     made.communicator.order = order;
     return made;
   }
@@ -53,7 +57,8 @@ class DeviceNcclCollectivesTest : public ::testing::TestWithParam<std::tuple<Pro
     if (request.rows == 0) request.rows = input.bytes() / sizeof(float);
     Operation made = on_devices(make_operation(request), devices_, &input, output);
     made.splits = request.splits;
-    if (request.kind == OpKind::kReduceScatter) made.descriptor.key.order = Order::kAny;
+    if (request.kind == OpKind::kAllreduce || request.kind == OpKind::kReduceScatter)
+      made.descriptor.key.order = Order::kAny;
     return made;
   }
   /// What the operation has allocated, as a kernel sees it that another stream is given now.
@@ -89,12 +94,29 @@ class DeviceNcclCollectivesTest : public ::testing::TestWithParam<std::tuple<Pro
     }
   }
 
+  const Layout layout_;
   const int size_;
   const NcclFolder folder_;
   FakeGpu gpu_;
   std::shared_ptr<Devices> devices_ = std::make_shared<Devices>(gpu_.driver());
   RankGroup group_;
 };
+
+TEST_P(DeviceNcclCollectivesTest, Allreduce) {
+  for (const std::size_t count : kCounts)
+    run_on_all(count, [&](Communicator& communicator, CallMode mode) {
+      const int rank = communicator.rank();
+      Values wanted(count, 0);
+      for (int each = 0; each < size_; ++each) add(wanted, values_of(each, count));
+      const DeviceArray x = array(rank, values_of(rank, count));
+      const DeviceArray out = array(rank, Values(count, -1));
+      perform(communicator, operation({}, x, &out), mode);
+      EXPECT_EQ(out.seen(), wanted) << count;
+      EXPECT_EQ(x.seen(), values_of(rank, count));
+      perform(communicator, operation({}, x, &x), mode);
+      EXPECT_EQ(x.seen(), wanted) << count << " in place";
+    });
+}
 
 TEST_P(DeviceNcclCollectivesTest, Broadcast) {
   for (const std::size_t count : kCounts)
@@ -190,10 +212,7 @@ TEST_P(DeviceNcclCollectivesTest, ReduceScatter) {
       const Range block =
           block_range(whole.size(), static_cast<std::size_t>(size_), static_cast<std::size_t>(rank));
       Values wanted(block.size(), 0);
-      for (int each = 0; each < size_; ++each) {
-        const Values theirs = values_of(each, block.size(), block.begin);
-        for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] += theirs[i];
-      }
+      for (int each = 0; each < size_; ++each) add(wanted, values_of(each, block.size(), block.begin));
       expect(communicator, mode, OpKind::kReduceScatter, values_of(rank, count), wanted);
     });
   }
@@ -211,7 +230,7 @@ TEST_P(DeviceNcclCollectivesTest, ReduceScatterInCanonicalOrder) {
 }
 
 TEST_P(DeviceNcclCollectivesTest, JobsInCanonicalOrderMoveNothingByNccl) {
-  RankGroup group(options(size_, Order::kCanonical));
+  RankGroup group(options(Order::kCanonical));
   group.run([&](Communicator& communicator) {
     const int rank = communicator.rank();
     const DeviceArray x = array(rank, values_of(rank, 20'000));
@@ -328,7 +347,7 @@ TEST_P(DeviceNcclAgreementTest, AnOutputThatDoesNotFit) {
 TEST_P(DeviceNcclAgreementTest, FailuresOfAnOperation) {
   if (size_ == 1) GTEST_SKIP() << "one rank has no peers";
   for (const OpKind kind : kKinds) {
-    RankGroup group(options(size_));
+    RankGroup group(options());
     ::setenv("FAKE_NCCL", "fail=operation", 1);
     const auto outcomes = group.outcomes([&](Communicator& communicator) {
       const DeviceArray x = array(communicator.rank(), Values(kCount, 1));
@@ -340,8 +359,10 @@ TEST_P(DeviceNcclAgreementTest, FailuresOfAnOperation) {
   EXPECT_EQ(copies(), 0);
 }
 
-const auto kAll = ::testing::Combine(
-    ::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads), ::testing::Values(1, 2, 3, 4));
+const auto kAll =
+    ::testing::Combine(::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads),
+                       ::testing::Values(Layout{{1}}, Layout{{2}}, Layout{{3}}, Layout{{4}}, Layout{{1, 1}},
+                                         Layout{{2, 2}}, Layout{{1, 1, 1}}, Layout{{2, 1}}));
 INSTANTIATE_TEST_SUITE_P(Orders, DeviceNcclCollectivesTest, kAll);
 INSTANTIATE_TEST_SUITE_P(Orders, DeviceNcclAgreementTest, kAll);
 

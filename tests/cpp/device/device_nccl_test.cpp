@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "support/device_array.h"
+#include "support/device_bucket.h"
 #include "support/errors.h"
 #include "support/nccl_folder.h"
 
@@ -18,16 +19,15 @@ namespace {
 
 using namespace testing;
 
-class DeviceNcclTest : public ::testing::TestWithParam<Progress> {
+class DeviceNcclTest : public ::testing::TestWithParam<std::tuple<Progress, Layout>> {
  protected:
-  static constexpr int kSize = 2;
   static constexpr std::size_t kCount = 20'001;
   // As the gradients of a model, and their flags on the host.
   static constexpr std::size_t kCounts[] = {3, kCount, 0, 1, 700};
 
-  DeviceNcclTest() : group_({TransportKind::kInproc, kSize, kSmallStaging}) {
-    gpu_.set_progress(GetParam(), 3);
-  }
+  DeviceNcclTest() : group_(options()) { gpu_.set_progress(std::get<0>(GetParam()), 3); }
+
+  static GroupOptions options() { return std::get<1>(GetParam()).options(); }
 
   static Operation in_any_order(Operation operation) {
     operation.descriptor.key.order = Order::kAny;
@@ -45,45 +45,6 @@ class DeviceNcclTest : public ::testing::TestWithParam<Progress> {
   FakeGpu gpu_;
   std::shared_ptr<Devices> devices_ = std::make_shared<Devices>(gpu_.driver());
   RankGroup group_;
-};
-
-/// Arrays on a device and one on the host, which are reduced as one.
-class Bucket {
- public:
-  Bucket(FakeGpu& gpu, int device, std::span<const std::size_t> counts, float value) : flags_(5, value) {
-    for (const std::size_t count : counts)
-      arrays_.push_back(std::make_unique<DeviceArray>(gpu, device, std::vector<float>(count, value)));
-  }
-
-  /// `on_host`: as many of the first elements lie there, as of a gradient that this rank does not have.
-  Operation operation(const std::shared_ptr<Devices>& devices, std::size_t on_host = 0) {
-    slot_.assign(on_host, flags_[0]);
-    std::vector<Buffer> pieces;
-    if (on_host > 0)
-      pieces.push_back(
-          {.address = reinterpret_cast<std::byte*>(slot_.data()), .bytes = on_host * sizeof(float)});
-    std::size_t skipped = 0;
-    for (const auto& array : arrays_) {
-      if (skipped++ == 0 && on_host > 0) continue;
-      pieces.push_back(array->buffer());
-    }
-    pieces.push_back(
-        {.address = reinterpret_cast<std::byte*>(flags_.data()), .bytes = flags_.size() * sizeof(float)});
-    Operation operation = allreduce_of_pieces(pieces, devices);
-    operation.descriptor.key.order = Order::kAny;
-    return operation;
-  }
-  void expect(float value, bool with_first = true) const {
-    EXPECT_EQ(flags_, std::vector<float>(flags_.size(), value));
-    for (std::size_t i = with_first ? 0 : 1; i < arrays_.size(); ++i)
-      EXPECT_EQ(arrays_[i]->seen(), std::vector<float>(arrays_[i]->values().size(), value)) << i;
-    EXPECT_EQ(slot_, std::vector<float>(slot_.size(), value));
-  }
-
- private:
-  std::vector<std::unique_ptr<DeviceArray>> arrays_;
-  std::vector<float> slot_;
-  std::vector<float> flags_;
 };
 
 TEST_P(DeviceNcclTest, SumsOfWholeArrays) {
@@ -119,7 +80,7 @@ TEST_P(DeviceNcclTest, SumsOfPieces) {
 TEST_P(DeviceNcclTest, PiecesThatDifferPassThroughTheHost) {
   int expected = 0;
   for (const CallMode mode : kCallModes) {
-    RankGroup group({TransportKind::kInproc, kSize, kSmallStaging});
+    RankGroup group(options());
     group.run([&](Communicator& communicator) {
       const int rank = communicator.rank();
       Bucket differs(gpu_, rank, kCounts, static_cast<float>(rank + 1));
@@ -209,7 +170,7 @@ TEST_P(DeviceNcclTest, CopiesThatCannotBeMadeAreNotNeeded) {
 
 TEST_P(DeviceNcclTest, FailuresInAGroup) {
   for (const char* const failure : {"fail=enqueue", "fail=group"}) {
-    RankGroup group({TransportKind::kInproc, kSize, kSmallStaging});
+    RankGroup group(options());
     ::setenv("FAKE_NCCL", failure, 1);
     const auto body = [&](Communicator& communicator) {
       Bucket bucket(gpu_, communicator.rank(), kCounts, 1);
@@ -226,7 +187,7 @@ TEST_P(DeviceNcclTest, FailuresInAGroup) {
     });
     expect_all_raised(outcomes, ErrorKind::kInternal, "failed");
     ::unsetenv("FAKE_NCCL");
-    RankGroup({TransportKind::kInproc, kSize, kSmallStaging}).run(body);
+    RankGroup(options()).run(body);
   }
 }
 
@@ -258,7 +219,9 @@ TEST_P(DeviceNcclTest, FailuresToConnect) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Progress, DeviceNcclTest,
-                         ::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads));
+                         ::testing::Combine(::testing::Values(Progress::kLate, Progress::kSeeded,
+                                                              Progress::kThreads),
+                                            ::testing::Values(Layout{{2}}, Layout{{1, 1}})));
 
 }  // namespace
 }  // namespace multiring

@@ -190,8 +190,8 @@ bool Communicator::is_possible(const Under& under) {
   for (const int rank : sources(under.call)) {
     if (!is_published(under.reads, rank)) return false;
     Header theirs{};
-    std::ifstream(file(under.reads, rank), std::ios::binary)
-        .read(reinterpret_cast<char*>(&theirs), sizeof theirs);
+    std::ifstream in(file(under.reads, rank), std::ios::binary);
+    if (!in.read(reinterpret_cast<char*>(&theirs), sizeof theirs)) return false;  // it has aborted since
     if (theirs == wanted) continue;
     fail(kInvalidUsage, "rank " + std::to_string(rank) + " asks for " + text_of(theirs) + ", rank " +
                             std::to_string(rank_) + " for " + text_of(wanted));
@@ -206,6 +206,7 @@ void Communicator::finish(const Under& under) const {
   std::vector<std::vector<char>> parts;
   for (const int rank : sources(under.call)) {
     parts.push_back(read(under.reads, rank));
+    if (parts.back().size() < sizeof(Header)) return;  // the rank has aborted since
     parts.back().erase(parts.back().begin(), parts.back().begin() + sizeof(Header));
   }
   if (parts.empty()) return;

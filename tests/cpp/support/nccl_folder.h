@@ -4,9 +4,13 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <numeric>
 #include <string>
+#include <vector>
 
 #include "base/immovable.h"
+#include "support/operations.h"
+#include "support/rank_group.h"
 
 // So that the stand-in is linked, and found by the core.
 extern "C" int ncclGetVersion(int* version);
@@ -33,6 +37,22 @@ class NcclFolder : Immovable {
 
  private:
   std::filesystem::path path_;
+};
+
+/// How many ranks each host has, and among which of several hosts NCCL is asked for.
+struct Layout {
+  std::vector<int> ranks;
+  NcclScope scope = NcclScope::kAll;
+
+  int size() const { return std::accumulate(ranks.begin(), ranks.end(), 0); }
+  GroupOptions options() const {
+    const bool one_host = ranks.size() == 1;
+    GroupOptions made(one_host ? TransportKind::kInproc : TransportKind::kCluster, size(), kSmallStaging);
+    if (one_host) return made;
+    made.layout = ranks;
+    made.communicator.nccl = scope;
+    return made;
+  }
 };
 
 }  // namespace multiring::testing

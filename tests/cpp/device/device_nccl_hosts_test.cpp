@@ -1,0 +1,197 @@
+// Allreduces by NCCL within each of several hosts, and by the core across them, on the stand-ins for NCCL and
+// for the driver: ranks as threads, on two devices that they share.
+
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "support/device_array.h"
+#include "support/device_bucket.h"
+#include "support/errors.h"
+#include "support/nccl_folder.h"
+
+namespace multiring {
+namespace {
+
+using namespace testing;
+
+using Values = std::vector<float>;
+
+/// What a rank has; sums of it are exact.
+Values values_of(int rank, std::size_t count) {
+  Values values(count);
+  for (std::size_t i = 0; i < count; ++i)
+    values[i] = static_cast<float>(i % 97) + 100 * static_cast<float>(rank);
+  return values;
+}
+
+class DeviceNcclHostsTest : public ::testing::TestWithParam<std::tuple<Progress, std::vector<int>>> {
+ protected:
+  static constexpr std::size_t kCount = 20'001;
+  /// As the gradients of a model, of which ranks have shares that begin and end within one.
+  static constexpr std::size_t kPieces[] = {3, kCount, 0, 1, 700, 65'537};
+
+  DeviceNcclHostsTest() : layout_{std::get<1>(GetParam()), NcclScope::kHierarchical}, group_(options()) {
+    ::setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+    gpu_.set_progress(std::get<0>(GetParam()), 3);
+  }
+
+  GroupOptions options() const { return layout_.options(); }
+  int size() const { return layout_.size(); }
+  DeviceArray array(int rank, Values values) { return {gpu_, rank % 2, std::move(values)}; }
+  Operation allreduce(const DeviceArray& input, const DeviceArray& output, ReduceOp op = ReduceOp::kSum) {
+    Operation made = allreduce_of(input, output, devices_);
+    made.descriptor.key.order = Order::kAny;
+    made.descriptor.key.op = op;
+    return made;
+  }
+  Values sum_of_all(std::size_t count) const {
+    Values sum(count, 0);
+    for (int rank = 0; rank < size(); ++rank) {
+      const Values theirs = values_of(rank, count);
+      for (std::size_t i = 0; i < count; ++i) sum[i] += theirs[i];
+    }
+    return sum;
+  }
+  /// Whether NCCL has communicators, so many of them.
+  bool uses_nccl(std::size_t wanted) const {
+    std::size_t found = 0;
+    for (const auto& each : std::filesystem::directory_iterator(folder_.path()))
+      found += each.path().string().ends_with(".init.0") ? 1 : 0;
+    EXPECT_TRUE(found == 0 || found == wanted) << found;
+    return found > 0;
+  }
+  bool are_hosts_alike() const {
+    return layout_.ranks.front() > 1 && layout_.ranks.front() == layout_.ranks.back();
+  }
+
+  const Layout layout_;
+  const NcclFolder folder_;
+  FakeGpu gpu_;
+  std::shared_ptr<Devices> devices_ = std::make_shared<Devices>(gpu_.driver());
+  RankGroup group_;
+};
+
+TEST_P(DeviceNcclHostsTest, SumsOfWholeArrays) {
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    for (const std::size_t count : {std::size_t{0}, std::size_t{1}, kCount, std::size_t{70'004}})
+      for (const CallMode mode : kCallModes) {
+        const DeviceArray x = array(rank, values_of(rank, count));
+        const DeviceArray out = array(rank, Values(count, -1));
+        perform(communicator, allreduce(x, out), mode);
+        EXPECT_EQ(out.seen(), sum_of_all(count)) << count;
+        EXPECT_EQ(x.seen(), values_of(rank, count));
+        perform(communicator, allreduce(x, x), mode);
+        EXPECT_EQ(x.seen(), sum_of_all(count)) << count << " in place";
+      }
+    run(communicator, barrier_operation());
+    EXPECT_EQ(uses_nccl(layout_.ranks.size()), are_hosts_alike());
+  });
+}
+
+TEST_P(DeviceNcclHostsTest, Averages) {
+  group_.run([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), Values(kCount, static_cast<float>(size())));
+    run(communicator, allreduce(x, x, ReduceOp::kAverage));
+    EXPECT_EQ(x.seen(), Values(kCount, static_cast<float>(size())));
+  });
+}
+
+TEST_P(DeviceNcclHostsTest, SumsOfPieces) {
+  group_.run([&](Communicator& communicator) {
+    for (const CallMode mode : kCallModes) {
+      Bucket bucket(gpu_, communicator.rank() % 2, kPieces, static_cast<float>(communicator.rank() + 1));
+      float wanted = static_cast<float>(size() * (size() + 1)) / 2;
+      for (int times = 0; times < 3; ++times) {
+        if (times > 0) wanted *= static_cast<float>(size());
+        perform(communicator, bucket.operation(devices_), mode);
+        bucket.expect(wanted);
+      }
+    }
+    run(communicator, barrier_operation());
+    EXPECT_EQ(uses_nccl(layout_.ranks.size()), are_hosts_alike());
+  });
+}
+
+TEST_P(DeviceNcclHostsTest, AnArrayOnTheHostOfOneRank) {
+  for (int odd = 0; odd < size(); ++odd)
+    group_.run([&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      const DeviceArray x = array(rank, Values(kCount, 1));
+      Values on_host(kCount, 1);
+      Operation sum = sum_in_place(on_host);
+      sum.descriptor.key.order = Order::kAny;
+      run(communicator, rank == odd ? std::move(sum) : allreduce(x, x));
+      EXPECT_EQ(rank == odd ? on_host : x.seen(), Values(kCount, static_cast<float>(size())));
+      const DeviceArray y = array(rank, Values(kCount, 1));
+      run(communicator, allreduce(y, y));
+      EXPECT_EQ(y.seen(), Values(kCount, static_cast<float>(size())));
+    });
+}
+
+TEST_P(DeviceNcclHostsTest, OtherCollectivesPassThroughTheHost) {
+  GroupOptions any_order = options();
+  any_order.communicator.order = Order::kAny;
+  RankGroup(any_order).run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray x = array(rank, values_of(rank, kCount));
+    const Request request{.kind = OpKind::kBroadcast, .rows = kCount, .root = size() - 1};
+    run(communicator, on_devices(make_operation(request), devices_, &x, &x));
+    EXPECT_EQ(x.seen(), values_of(size() - 1, kCount));
+    EXPECT_FALSE(uses_nccl(layout_.ranks.size()));
+  });
+}
+
+// What crosses goes from neighbour to neighbour; NCCL itself would have to reach all hosts.
+TEST_P(DeviceNcclHostsTest, HostsThatReachTheirNeighboursAlone) {
+  for (const NcclScope scope : {NcclScope::kAll, NcclScope::kHierarchical}) {
+    GroupOptions line = options();
+    line.transport = TransportKind::kClusterLine;
+    line.communicator.nccl = scope;
+    RankGroup(line).run([&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      const DeviceArray x = array(rank, values_of(rank, kCount));
+      run(communicator, allreduce(x, x));
+      EXPECT_EQ(x.seen(), sum_of_all(kCount));
+      run(communicator, barrier_operation());
+      const bool by_nccl = scope == NcclScope::kHierarchical ? are_hosts_alike() : layout_.ranks.size() == 2;
+      EXPECT_EQ(uses_nccl(scope == NcclScope::kHierarchical ? layout_.ranks.size() : 1), by_nccl);
+    });
+  }
+}
+
+TEST_P(DeviceNcclHostsTest, FailuresOfAnOperation) {
+  if (!are_hosts_alike()) GTEST_SKIP() << "NCCL is not asked";
+  ::setenv("FAKE_NCCL", "fail=operation", 1);
+  const auto outcomes = group_.outcomes([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), Values(kCount, 1));
+    run(communicator, allreduce(x, x));
+  });
+  expect_all_raised(outcomes, ErrorKind::kInternal, "an operation of NCCL");
+}
+
+// On one rank, when all have reduced within their hosts; and when they have across hosts.
+TEST_P(DeviceNcclHostsTest, CopiesThatFail) {
+  if (!are_hosts_alike()) GTEST_SKIP() << "there is no copy of a share";
+  for (const char* const copy : {"copy_to_host", "copy_to_device"}) {
+    gpu_.fail_next(copy, cuda::kIllegalAddress);
+    const auto outcomes = RankGroup(options()).outcomes([&](Communicator& communicator) {
+      const DeviceArray x = array(communicator.rank(), Values(kCount, 1));
+      run(communicator, allreduce(x, x));
+    });
+    expect_all_raised(outcomes, ErrorKind::kInternal, "cuMemcpy");
+  }
+}
+
+const auto kLayouts =
+    ::testing::Values(std::vector{2, 2}, std::vector{3, 3}, std::vector{2, 2, 2}, std::vector{2, 1});
+INSTANTIATE_TEST_SUITE_P(
+    Orders, DeviceNcclHostsTest,
+    ::testing::Combine(::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads), kLayouts));
+
+}  // namespace
+}  // namespace multiring
