@@ -330,7 +330,7 @@ TEST_P(DeviceNcclAgreementTest, AnArrayOnTheHostOfOneRank) {
 TEST_P(DeviceNcclAgreementTest, AnOutputThatDoesNotFit) {
   if (size_ == 1) GTEST_SKIP() << "one rank has no peers";
   for (const OpKind kind : {OpKind::kAllgather, OpKind::kAlltoall}) {
-    RankGroup group(options(size_));
+    RankGroup group(options());
     const auto outcomes = group.outcomes([&](Communicator& communicator) {
       const int rank = communicator.rank();
       const DeviceArray x = array(rank, Values(kCount, 1));
@@ -359,10 +359,9 @@ TEST_P(DeviceNcclAgreementTest, FailuresOfAnOperation) {
   EXPECT_EQ(copies(), 0);
 }
 
-const auto kAll =
-    ::testing::Combine(::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads),
-                       ::testing::Values(Layout{{1}}, Layout{{2}}, Layout{{3}}, Layout{{4}}, Layout{{1, 1}},
-                                         Layout{{2, 2}}, Layout{{1, 1, 1}}, Layout{{2, 1}}));
+const auto kAll = ::testing::Combine(
+    ::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads),
+    ::testing::Values(Layout{{1}}, Layout{{2}}, Layout{{3}}, Layout{{1, 1}}, Layout{{2, 2}}, Layout{{2, 1}}));
 INSTANTIATE_TEST_SUITE_P(Orders, DeviceNcclCollectivesTest, kAll);
 INSTANTIATE_TEST_SUITE_P(Orders, DeviceNcclAgreementTest, kAll);
 

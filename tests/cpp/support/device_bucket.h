@@ -46,7 +46,9 @@ class Bucket {
     std::size_t begin = 0;
     for (std::size_t i = 0; i < arrays_.size(); ++i) {
       const std::size_t count = arrays_[i]->values().size();
-      if (i > 0 || with_first) EXPECT_EQ(arrays_[i]->seen(), elements(begin, count, value)) << i;
+      if (i > 0 || with_first) {
+        EXPECT_EQ(arrays_[i]->seen(), elements(begin, count, value)) << i;
+      }
       begin += count;
     }
     EXPECT_EQ(slot_, elements(0, slot_.size(), value));
