@@ -58,14 +58,14 @@ class ResultBuffer {
 };
 
 /// The arrays of an operation that lie on devices: there is one at least. The operation itself runs on host
-/// memory in their place (collective/device/device_arrays.h), unless NCCL runs it where they lie.
+/// memory in their place (collective/device/device_arrays.h), unless it runs where they lie.
 struct DeviceArrays {
   std::shared_ptr<Devices> devices;
   Buffer input;  ///< host memory, as is `output`, where it is not on a device
   Buffer output;
   std::vector<Buffer> pieces;  ///< as many as Operation::pieces, or none
   ResultBuffer::Allocate allocate_result;
-  bool stays = false;                ///< nothing is copied: NCCL works on the arrays where they lie
+  bool stays = false;                ///< nothing is copied: the operation works on the arrays where they lie
   bool in_parts = false;             ///< the operation asks for its input, and gives its output, part by part
   std::size_t returned = 0;          ///< bytes of the output that are on their way back
   std::unique_ptr<Staging> staging;  ///< from when the operation is given to a communicator until it is done

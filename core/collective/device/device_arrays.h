@@ -25,15 +25,15 @@ void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone)
 /// peer, a timeout error, or a DeviceError.
 void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call);
 
-/// Where NCCL is not to run it after all: copies the arrays to the host, as they would have been before.
+/// Where NCCL or peer memory is not to run it after all: copies the arrays to the host, as they would have
+/// been before.
 void copy_after_all(Operation& operation, const Exchange& exchange, const OperationCall& call);
 /// Where it is: the operation works on the arrays where they lie, and has its result allocated there.
 void stay_on_devices(Operation& operation);
 
 /// Exchange::match, for a collective that NCCL or peer memory may run, as its descriptor says then: whether
-/// all ranks are to run it so. Else `stage()`
-/// has let the others read what the operation's input is by then; it may be called twice. `check()` raises
-/// what else does not match, before anything is asked for.
+/// all ranks are to run it so. Else `stage()` has let the others read what the operation's input is by then;
+/// it may be called twice. `check()` raises what else does not match, before anything is asked for.
 template <class Stage, class Check>
 bool match_on_devices(Exchange& exchange, const OperationCall& call, Operation& operation, const Stage& stage,
                       const Check& check) {

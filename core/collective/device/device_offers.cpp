@@ -65,7 +65,7 @@ bool nccl_has(const Operation& operation, Order job) {
   }
 }
 
-/// Whether peer memory has it: in the canonical order alone.
+/// Whether peer memory has it: what adds in the canonical order alone.
 bool peers_have(const Descriptor& descriptor) {
   switch (descriptor.key.kind) {
     case OpKind::kAllgather:

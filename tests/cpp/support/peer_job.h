@@ -38,6 +38,14 @@ struct PeerJob {
   }
   DeviceArray array(std::size_t count, float value) { return {gpu, 0, std::vector<float>(count, value)}; }
   int copies() { return gpu.calls("copy_to_host"); }
+  /// As a stream sees it that waits for nothing.
+  std::vector<float> seen_at_once(const DeviceArray& array) {
+    std::vector<float> seen;
+    const std::uintptr_t stream = gpu.make_stream(0);
+    gpu.launch(stream, [&] { seen = array.values(); });
+    gpu.synchronize(stream);
+    return seen;
+  }
 };
 
 /// Of any dtype, written by a kernel that has not run yet.
