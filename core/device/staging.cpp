@@ -56,6 +56,16 @@ void Staging::order_after(const Buffer& array) {
   before_.push_back(record(array.device, stream));
 }
 
+void Staging::order_before(int device, cuda::Stream stream) const {
+  const Devices::Current current(*devices_, device);
+  const auto wait_for = [&](const Recorded& each) {
+    devices_->driver().check(devices_->driver().stream_wait_event(stream, each.event, 0),
+                             cuda::on("cuStreamWaitEvent", device));
+  };
+  std::ranges::for_each(before_, wait_for);
+  std::ranges::for_each(arrival_, wait_for);
+}
+
 std::byte* Staging::reserve(const Buffer& array) {
   order_after(array);
   return memory_.emplace_back(devices_->pinned(array.device, array.bytes)).get();

@@ -38,7 +38,9 @@ class MULTIRING_API Staging : Immovable {
 
   /// Copies to the array, either way, wait for the work that its stream has now.
   void order_after(const Buffer& array);
-  /// The same, and memory as large as the array, which `copy_back` may read later.
+  /// What a stream of the device is given from now on waits for that work, and for the copies to the host.
+  void order_before(int device, cuda::Stream stream) const;
+  /// As `order_after`, and memory as large as the array, which `copy_back` may read later.
   std::byte* reserve(const Buffer& array);
   /// Asks for a copy of the array to reserved memory; it is there when `arrived` says so.
   void copy_to_host(const Buffer& array, std::byte* to);

@@ -153,7 +153,7 @@ void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone)
 }
 
 void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call) {
-  if (operation.on_devices == nullptr) return;
+  if (operation.on_devices == nullptr || operation.on_devices->stays) return;
   const bool in_parts = operation.on_devices->in_parts;
   await_part(operation, in_parts ? exchange.transport().staging_bytes() : Staging::kAll, exchange, call);
 }

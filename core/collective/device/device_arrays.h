@@ -22,7 +22,7 @@ void copy_from_devices(Operation& operation, int rank);
 void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone);
 
 /// Before the operation runs: returns when the copies, or the first of them, are there. Raises the error of a
-/// peer, a timeout error, or a DeviceError.
+/// peer, a timeout error, or a DeviceError. Where nothing is copied the device waits, and not the host.
 void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call);
 
 /// Where NCCL or peer memory is not to run it after all: copies the arrays to the host, as they would have
@@ -52,7 +52,8 @@ bool match_on_devices(Exchange& exchange, const OperationCall& call, Operation& 
 void poll(const Exchange& exchange, const OperationCall& call, const std::function<bool()>& is_done,
           const std::string& for_what, bool needs_peers = true);
 
-/// In an operation that asks part by part: before it reads the input up to `end`.
+/// In an operation that asks part by part: before it reads the input up to `end`. In one that runs where its
+/// arrays lie: returns when the program's work is done that it comes after.
 void await_part(const Operation& operation, std::size_t end, const Exchange& exchange,
                 const OperationCall& call);
 /// The same: what the output has up to `end` is final.

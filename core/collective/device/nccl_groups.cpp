@@ -178,14 +178,16 @@ void NcclGroups::run(Exchange& exchange, const OperationCall& call, Operation& o
                      std::span<const nccl::Call> calls, const std::function<void()>& meanwhile) {
   keep(operation.result.memory());
   begin(exchange, call, operation, calls);
-  await(exchange, call, meanwhile);
-  finish(exchange, call, operation);
+  await(exchange, call, operation, meanwhile);
+  finish(exchange, call);
 }
 
 void NcclGroups::begin(const Exchange& exchange, const OperationCall& call, const Operation& operation,
                        std::span<const nccl::Call> calls) {
   nccl::Communicator& comm = *running_;
   const OpTraits& traits = traits_of(operation.descriptor);
+  // Copies that have not been needed read the arrays as long as they run.
+  operation.on_devices->staging->order_before(comm.device(), comm.stream());
   if (traits.reduces)
     comm.begin(calls, *nccl::dtype_code(operation.dtype()),
                *nccl::op_code(operation.reduction(), operation.dtype()));
@@ -195,7 +197,7 @@ void NcclGroups::begin(const Exchange& exchange, const OperationCall& call, cons
       exchange, call, [&] { return comm.is_ready(); }, std::string("NCCL to begin its ") + traits.name + ".");
 }
 
-void NcclGroups::await(const Exchange& exchange, const OperationCall& call,
+void NcclGroups::await(const Exchange& exchange, const OperationCall& call, const Operation& operation,
                        const std::function<void()>& meanwhile) {
   nccl::Communicator& comm = *running_;
   Devices& devices = comm.devices();
@@ -207,13 +209,12 @@ void NcclGroups::await(const Exchange& exchange, const OperationCall& call,
                            cuda::on("cuEventRecord", comm.device()));
   }
   meanwhile();
+  await_part(operation, Staging::kAll, exchange, call);  // by itself, for an error that says so
   await_event(comm, done, exchange, call);
   devices.release_event(comm.device(), done);
 }
 
-void NcclGroups::finish(Exchange& exchange, const OperationCall& call, const Operation& operation) {
-  // Copies that have not been needed read the arrays as long as they run.
-  await_part(operation, Staging::kAll, exchange, call);
+void NcclGroups::finish(Exchange& exchange, const OperationCall& call) {
   // A rank may abort its part from here on, which others might still read from.
   exchange.next(call, [] {});
   running_ = nullptr;

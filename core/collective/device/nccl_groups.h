@@ -47,8 +47,9 @@ class NcclGroups : Immovable {
              std::span<const nccl::Call> calls);
   /// Returns when the stream has done all that it has been given.
   void await(
-      const Exchange& exchange, const OperationCall& call, const std::function<void()>& meanwhile = [] {});
-  void finish(Exchange& exchange, const OperationCall& call, const Operation& operation);
+      const Exchange& exchange, const OperationCall& call, const Operation& operation,
+      const std::function<void()>& meanwhile = [] {});
+  void finish(Exchange& exchange, const OperationCall& call);
 
   /// After an operation that has raised an error, in the same thread, once the peers have been told: aborts,
   /// which may take seconds.

@@ -99,7 +99,7 @@ void hierarchical_allreduce(Exchange& exchange, const OperationCall& call, const
                            cuda::on("cuMemcpyDtoHAsync", comm.device()));
     at += part.bytes;
   });
-  nccl.await(exchange, call, meanwhile);
+  nccl.await(exchange, call, operation, meanwhile);
 
   allreduce_across_hosts(exchange, call, operation, memory.get(), shares.own_bytes(), mode);
 
@@ -112,8 +112,8 @@ void hierarchical_allreduce(Exchange& exchange, const OperationCall& call, const
     at += part.bytes;
   });
   nccl.begin(exchange, call, operation, shares.return_calls());
-  nccl.await(exchange, call);
-  nccl.finish(exchange, call, operation);
+  nccl.await(exchange, call, operation);
+  nccl.finish(exchange, call);
 }
 
 }  // namespace multiring

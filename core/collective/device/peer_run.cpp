@@ -25,7 +25,7 @@ struct Steps {
 class PeerRun : Immovable {
  public:
   PeerRun(Exchange& exchange, const OperationCall& call, const Operation& operation)
-      : exchange_(exchange), call_(call), operation_(operation), buffers_(begin(exchange, call, operation)) {}
+      : exchange_(exchange), call_(call), operation_(operation), buffers_(begin(exchange, operation)) {}
 
   std::size_t buffer_bytes() const { return buffers_.bytes; }
   std::byte* buffer(std::size_t rank) const { return buffers_.addresses[rank]; }
@@ -38,6 +38,7 @@ class PeerRun : Immovable {
       const Range segment{begin, std::min(begin + step, bytes)};
       on_device([&] { steps.fill(segment); });
       if (begin == 0 && steps.meanwhile) steps.meanwhile();
+      if (begin == 0) await_part(operation_, Staging::kAll, exchange_, call_);  // for an error that says so
       await_stream();
       exchange_.next(call_, [] {});       // all buffers hold what their ranks contribute
       exchange_.throw_if_aborted(call_);  // a peer that has failed meanwhile may be gone, with its buffer
@@ -95,10 +96,11 @@ class PeerRun : Immovable {
     work();
   }
 
-  static PeerBuffers& begin(Exchange& exchange, const OperationCall& call, const Operation& operation) {
+  static PeerBuffers& begin(Exchange& exchange, const Operation& operation) {
+    PeerBuffers& buffers = exchange.peer_memory().begin(operation);
     // Copies that have not been needed read the arrays as long as they run.
-    await_part(operation, Staging::kAll, exchange, call);
-    return exchange.peer_memory().begin(operation);
+    operation.on_devices->staging->order_before(buffers.device, buffers.stream);
+    return buffers;
   }
 
   /// `needs_peers`: which have not done all of their part then.

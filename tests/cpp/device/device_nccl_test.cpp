@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "support/device_array.h"
@@ -218,10 +219,34 @@ TEST_P(DeviceNcclTest, FailuresToConnect) {
   expect_all_raised(outcomes, ErrorKind::kInternal, "ncclCommInitRankConfig");
 }
 
+class DeviceNcclThreadsTest : public DeviceNcclTest {};
+
+// The kernel that makes the input ends when NCCL's streams have been told to wait for it, which the host does
+// not.
+TEST_P(DeviceNcclThreadsTest, BeginsBeforeTheInputIsThere) {
+  group_.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray x = array(rank, kCount, 1);
+    run(communicator, allreduce(x, x));
+    run(communicator, barrier_operation());
+    if (rank == 0) {
+      const int before = gpu_.calls("stream_wait_event");
+      gpu_.launch(x.buffer().stream, [&, before] {
+        while (gpu_.calls("stream_wait_event") < before + 2) std::this_thread::yield();
+      });
+    }
+    run(communicator, allreduce(x, x));
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, 4));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Progress, DeviceNcclTest,
                          ::testing::Combine(::testing::Values(Progress::kLate, Progress::kSeeded,
                                                               Progress::kThreads),
                                             ::testing::Values(Layout{{2}}, Layout{{1, 1}})));
+INSTANTIATE_TEST_SUITE_P(Progress, DeviceNcclThreadsTest,
+                         ::testing::Combine(::testing::Values(Progress::kThreads),
+                                            ::testing::Values(Layout{{2}})));
 
 }  // namespace
 }  // namespace multiring
