@@ -13,19 +13,6 @@
 namespace multiring {
 namespace {
 
-std::vector<nccl::Call> calls_of(std::span<const StagedCopy::Outgoing> outgoing,
-                                 std::span<const StagedCopy::Incoming> incoming) {
-  std::vector<nccl::Call> calls;
-  for (std::size_t peer = 0; peer < outgoing.size(); ++peer) {
-    const auto& [from, sent] = outgoing[peer];
-    const auto& [to, received] = incoming[peer];
-    const int rank = static_cast<int>(peer);
-    if (sent > 0) calls.push_back({nccl::Function::kSend, from, nullptr, sent, rank});
-    if (received > 0) calls.push_back({nccl::Function::kReceive, nullptr, to, received, rank});
-  }
-  return calls;
-}
-
 /// What the splits of all ranks say, in rows.
 struct Rows {
   std::vector<std::uint64_t> to_me;  ///< by the rank that sends them
@@ -92,7 +79,7 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
   const std::size_t longest = rows.longest * row_bytes;
   if (on_devices && operation.descriptor.offers_peers)
     return move_in_peer_memory(exchange, call, operation, outgoing, incoming, longest);
-  if (on_devices) return exchange.nccl().run(exchange, call, operation, calls_of(outgoing, incoming));
+  if (on_devices) return exchange.nccl().run(exchange, call, operation, exchange_calls(outgoing, incoming));
   if (longest == 0) return;
   const CrossingAlgorithm& algorithm =
       exchange.plans().algorithm(exchange.transport(), Collective::kAlltoall, longest * size, Order::kAny);

@@ -51,6 +51,19 @@ std::vector<StagedCopy::Incoming> join_rows(Operation& operation, const std::vec
   return incoming;
 }
 
+std::vector<nccl::Call> exchange_calls(std::span<const StagedCopy::Outgoing> outgoing,
+                                       std::span<const StagedCopy::Incoming> incoming) {
+  std::vector<nccl::Call> calls;
+  for (std::size_t peer = 0; peer < outgoing.size(); ++peer) {
+    const auto& [from, sent] = outgoing[peer];
+    const auto& [to, received] = incoming[peer];
+    const int rank = static_cast<int>(peer);
+    if (sent > 0) calls.push_back({nccl::Function::kSend, from, nullptr, sent, rank});
+    if (received > 0) calls.push_back({nccl::Function::kReceive, nullptr, to, received, rank});
+  }
+  return calls;
+}
+
 namespace {
 
 /// Messages go to the root's host only.
@@ -184,10 +197,19 @@ void allgather(Exchange& exchange, const OperationCall& call, Operation& operati
 
 void gather(Exchange& exchange, const OperationCall& call, Operation& operation) {
   Gathering gathering(exchange, call, operation, Collective::kGather);
-  gathering.match();
+  const bool on_devices = gathering.match();
   const auto& [rows, row_bytes, longest, total] = gathering.pieces();
+  const auto root = static_cast<std::size_t>(operation.descriptor.key.root);
   std::vector<StagedCopy::Incoming> incoming(rows.size());
   if (exchange.rank() == operation.descriptor.key.root) incoming = join_rows(operation, rows, row_bytes);
+  const StagedCopy::Outgoing own{operation.input, operation.descriptor.bytes};
+  if (on_devices && operation.descriptor.offers_peers)
+    return move_in_peer_memory(exchange, call, operation, {&own, 1}, incoming, longest);
+  if (on_devices) {
+    std::vector<StagedCopy::Outgoing> outgoing(rows.size());
+    outgoing[root] = own;
+    return exchange.nccl().run(exchange, call, operation, exchange_calls(outgoing, incoming));
+  }
   if (gathering.algorithm().is_rounds()) return gathering.run_in_rounds(incoming);
   gather_by_messages(exchange, call, operation, incoming, longest);
 }

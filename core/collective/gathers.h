@@ -3,11 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <vector>
 
 #include "collective/exchange.h"
 #include "collective/operation.h"
 #include "collective/staged/staged_copy.h"
+#include "device/nccl.h"
 
 namespace multiring {
 
@@ -22,5 +24,9 @@ void require_room(const Exchange& exchange, const OperationCall& call,
 /// which has room for them; fills `operation.received`. `rows[r]`: rows that come from rank r.
 std::vector<StagedCopy::Incoming> join_rows(Operation& operation, const std::vector<std::uint64_t>& rows,
                                             std::size_t row_bytes);
+
+/// What NCCL has for that: a message from each rank to each that it has rows for, by rank, itself among them.
+std::vector<nccl::Call> exchange_calls(std::span<const StagedCopy::Outgoing> outgoing,
+                                       std::span<const StagedCopy::Incoming> incoming);
 
 }  // namespace multiring

@@ -41,8 +41,8 @@ int device_of(const Operation& operation) {
   const bool has_output = operation.output != nullptr && operation.output_bytes > 0;
   if (has_output && !arrays.output.on_device()) return -1;
   // NCCL takes it where it would be in the result, which is not known where ranks have other numbers of rows.
-  if (has_output && descriptor.key.kind == OpKind::kAllgather && overlap(arrays.input, arrays.output))
-    return -1;
+  const bool may_overlap = traits_of(descriptor).overlap == OpTraits::Overlap::kAny;
+  if (has_output && may_overlap && overlap(arrays.input, arrays.output)) return -1;
   const Buffer both[] = {arrays.input, arrays.output};
   return device_of(std::span(both).first(has_output ? 2 : 1));
 }
@@ -55,6 +55,7 @@ bool nccl_has(const Operation& operation, Order job) {
     case OpKind::kAllgather:
     case OpKind::kBroadcast:
     case OpKind::kAlltoall:
+    case OpKind::kGather:
       return job == Order::kAny;
     case OpKind::kAllreduce:
     case OpKind::kReduceScatter:
@@ -71,6 +72,7 @@ bool peers_have(const Descriptor& descriptor) {
     case OpKind::kAllgather:
     case OpKind::kBroadcast:
     case OpKind::kAlltoall:
+    case OpKind::kGather:
       return true;
     case OpKind::kAllreduce:
     case OpKind::kReduceScatter:

@@ -204,6 +204,30 @@ TEST_P(DeviceNcclCollectivesTest, AllgatherOfUnequalRows) {
   }
 }
 
+// The root alone has a result. Rank 0 has few rows, which it copies before it knows of the others'.
+TEST_P(DeviceNcclCollectivesTest, Gather) {
+  for (int root = 0; root < size_; ++root) {
+    const int before = copies();
+    run_on_all(0, [&](Communicator& communicator, CallMode mode) {
+      const int rank = communicator.rank();
+      Values wanted;
+      for (int each = 0; each < size_; ++each) append(wanted, values_of(each, rows_of(each)));
+      const DeviceArray x = array(rank, values_of(rank, rows_of(rank)));
+      const DeviceArray out = array(rank, Values(wanted.size(), -1));
+      const Request request{.kind = OpKind::kGather, .root = root};
+      perform(communicator, operation(request, x, rank == root ? &out : nullptr), mode);
+      const Operation done = perform(communicator, operation(request, x), mode);
+      EXPECT_EQ(x.seen(), values_of(rank, rows_of(rank)));
+      if (rank != root) return;
+      EXPECT_EQ(out.seen(), wanted);
+      EXPECT_EQ(result_of(done, x), wanted);
+    });
+    if (size_ > 1) {
+      EXPECT_EQ(copies(), before + 4);
+    }
+  }
+}
+
 TEST_P(DeviceNcclCollectivesTest, ReduceScatter) {
   for (const std::size_t count : kCounts) {
     const Range whole{0, count};
@@ -282,7 +306,7 @@ class DeviceNcclAgreementTest : public DeviceNcclCollectivesTest {
   /// One of these, from an array to where the collective allocates it, or in place.
   Operation made(OpKind kind, const DeviceArray& x) {
     Request request{.kind = kind};
-    if (kind == OpKind::kBroadcast) request.root = 0;
+    if (kind == OpKind::kBroadcast || kind == OpKind::kGather) request.root = 0;
     if (kind == OpKind::kAlltoall)
       for (int rank = 0; rank < size_; ++rank) request.splits.push_back(rows_to(rank));
     return operation(request, x, kind == OpKind::kBroadcast ? &x : nullptr);
@@ -294,15 +318,16 @@ class DeviceNcclAgreementTest : public DeviceNcclCollectivesTest {
     return operation;
   }
   /// Of ranks that have ones.
-  void expect_ones(OpKind kind, const Values& seen) const {
+  void expect_ones(OpKind kind, int rank, const Values& seen) const {
     const float one = kind == OpKind::kReduceScatter ? static_cast<float>(size_) : 1;
     EXPECT_EQ(seen, Values(seen.size(), one));
-    EXPECT_GE(seen.size(), kCount / static_cast<std::size_t>(size_));
+    const bool has_any = kind != OpKind::kGather || rank == 0;
+    EXPECT_GE(seen.size(), has_any ? kCount / static_cast<std::size_t>(size_) : 0);
   }
 };
 
 constexpr OpKind kKinds[] = {OpKind::kBroadcast, OpKind::kAllgather, OpKind::kReduceScatter,
-                             OpKind::kAlltoall};
+                             OpKind::kAlltoall, OpKind::kGather};
 
 TEST_P(DeviceNcclAgreementTest, AnArrayOnTheHostOfOneRank) {
   for (const OpKind kind : kKinds)
@@ -317,12 +342,12 @@ TEST_P(DeviceNcclAgreementTest, AnArrayOnTheHostOfOneRank) {
           Operation asked = is_odd ? on_host(made(kind, x), host) : made(kind, x);
           Operation done = perform(communicator, std::move(asked), mode);
           if (kind == OpKind::kBroadcast)
-            expect_ones(kind, is_odd ? host : x.seen());
+            expect_ones(kind, rank, is_odd ? host : x.seen());
           else if (!is_odd)
-            expect_ones(kind, result_of(done, x));
+            expect_ones(kind, rank, result_of(done, x));
           // The next one, which NCCL may have, is right as well.
           done = perform(communicator, made(kind, x), mode);
-          expect_ones(kind, kind == OpKind::kBroadcast ? x.seen() : result_of(done, x));
+          expect_ones(kind, rank, kind == OpKind::kBroadcast ? x.seen() : result_of(done, x));
         });
 }
 

@@ -215,6 +215,20 @@ void expect_allgather(PeerJob& job, Communicator& communicator, CallMode mode,
          values_of(communicator.rank(), rows), wanted);
 }
 
+void expect_gather(PeerJob& job, Communicator& communicator, CallMode mode, int root,
+                   const std::function<std::size_t(int rank)>& rows_of) {
+  Bytes wanted;
+  for (int rank = 0; rank < communicator.size(); ++rank) append(wanted, values_of(rank, rows_of(rank)));
+  const std::size_t rows = rows_of(communicator.rank());
+  const Bytes own = values_of(communicator.rank(), rows);
+  const Request request{.kind = OpKind::kGather, .rows = rows, .root = root};
+  if (communicator.rank() == root) return expect(job, communicator, mode, request, own, wanted);
+  const DeviceBytes input(job.gpu, own);
+  for (int repeat = 0; repeat < 2; ++repeat)  // as often as the root
+    perform(communicator, on_device(job, request, input, nullptr), mode);
+  EXPECT_TRUE(input.seen() == own);
+}
+
 /// Rows that rank `from` has for rank `to`: none for some.
 std::uint64_t rows_for(int from, int to, std::size_t count) {
   return (from + to) % 3 == 2 ? 0 : count + static_cast<std::uint64_t>(10 * from + to);
@@ -246,6 +260,7 @@ TEST(DevicePeerMemoryCollectivesTest, WhatMovesBytes) {
         expect_broadcast(job, communicator, mode, count, communicator.size() - 1);
       expect_allgather(job, communicator, mode, [](int) { return 20'001; });
       expect_allgather(job, communicator, mode, [](int rank) { return 16'385 + 1'001 * (rank % 3); });
+      expect_gather(job, communicator, mode, 1, [](int rank) { return 16'385 + 1'001 * (rank % 3); });
       expect_alltoall(job, communicator, mode, 16'385);
     }
   });
@@ -256,18 +271,22 @@ TEST(DevicePeerMemoryCollectivesTest, RootsAndFewRows) {
   PeerJob job(3);
   job.group.run([&](Communicator& communicator) {
     for (const int root : {0, 1, 2}) expect_broadcast(job, communicator, CallMode::kSync, 20'001, root);
-    expect_allgather(job, communicator, CallMode::kSync, [](int rank) { return rank == 1 ? 50'001 : 7; });
+    const auto rows_of = [](int rank) { return rank == 1 ? 50'001 : 7; };
+    expect_allgather(job, communicator, CallMode::kSync, rows_of);
+    for (const int root : {0, 1, 2}) expect_gather(job, communicator, CallMode::kSync, root, rows_of);
   });
-  EXPECT_EQ(job.copies(), 2 * 2);
+  EXPECT_EQ(job.copies(), 4 * 2 * 2);
 }
 
 TEST(DevicePeerMemoryCollectivesTest, WhatMovesBytesInSegments) {
   for_each_order({2, 3}, [](PeerJob& job, Communicator& communicator) {
     keep_small_buffers(job, communicator);
     expect_broadcast(job, communicator, CallMode::kSync, 2 * kSmallBuffer + 7, 1);
-    expect_allgather(job, communicator, CallMode::kSync, [](int rank) {
+    const auto rows_of = [](int rank) {
       return rank == 0 ? 20'000 : kSmallBuffer * static_cast<std::size_t>(rank) + 1;
-    });
+    };
+    expect_allgather(job, communicator, CallMode::kSync, rows_of);
+    expect_gather(job, communicator, CallMode::kSync, 0, rows_of);
     expect_alltoall(job, communicator, CallMode::kSync, kSmallBuffer);
   });
 }
