@@ -36,8 +36,8 @@ Devices::Current::~Current() {
 Devices::Device& Devices::get(int device) {
   if (is_forked())
     throw DeviceError(ErrorKind::kUsage,
-                      "a process that was forked from one that has used CUDA cannot use it; start workers "
-                      "with spawn");
+                      "a process that was forked from one that has used CUDA or HIP cannot use it; start "
+                      "workers with spawn");
   const std::lock_guard lock(mutex_);
   const auto found = devices_.find(device);
   // An element of a map stays where it is.
@@ -66,9 +66,11 @@ void Devices::locate(Buffer& buffer) const {
   int ordinal = -1;
   cuda::PointerAttribute attributes[] = {cuda::kMemoryType, cuda::kIsManaged, cuda::kDeviceOrdinal};
   void* values[] = {&type, &managed, &ordinal};
-  driver_.check(driver_.pointer_attributes(static_cast<unsigned>(std::size(attributes)), attributes, values,
-                                           reinterpret_cast<cuda::Pointer>(buffer.address)),
-                "cuPointerGetAttributes");
+  const cuda::Result result =
+      driver_.pointer_attributes(static_cast<unsigned>(std::size(attributes)), attributes, values,
+                                 reinterpret_cast<cuda::Pointer>(buffer.address));
+  const bool is_unknown = driver_.is_hip && result == cuda::kInvalidValue;  // memory of the host
+  if (!is_unknown) driver_.check(result, "cuPointerGetAttributes");
   buffer.kind = managed != 0                  ? MemoryKind::kManaged
                 : type == cuda::kDeviceMemory ? MemoryKind::kDevice
                 : type == cuda::kHostMemory   ? MemoryKind::kPinnedHost

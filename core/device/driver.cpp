@@ -1,15 +1,59 @@
 #include "device/driver.h"
 
+#include <algorithm>
 #include <mutex>
+#include <string_view>
 #include <utility>
 
 namespace multiring::cuda {
 namespace {
 
-constexpr const char* kLibrary = "libcuda.so.1";
+// Neither is a reason to look no further; what the process has loaded comes first.
+const std::string kLibraries[] = {"libcuda.so.1", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"};
+
+/// HIP's name of a function of CUDA's driver; most follow a rule.
+std::string hip_name(std::string_view cuda) {
+  static constexpr std::pair<std::string_view, const char*> kOthers[] = {
+      {"cuGetErrorName", "hipDrvGetErrorName"},
+      {"cuGetErrorString", "hipDrvGetErrorString"},
+      {"cuDeviceGetCount", "hipGetDeviceCount"},
+      {"cuPointerGetAttributes", "hipDrvPointerGetAttributes"},
+      {"cuStreamCreate", "hipStreamCreateWithFlags"},
+      {"cuEventCreate", "hipEventCreateWithFlags"},
+      {"cuMemHostAlloc", "hipHostMalloc"},
+      {"cuMemFreeHost", "hipHostFree"},
+      {"cuMemAlloc", "hipMalloc"},
+      {"cuMemFree", "hipFree"}};
+  if (cuda.ends_with("_v2")) cuda.remove_suffix(3);
+  for (const auto& [other, name] : kOthers)
+    if (cuda == other) return name;
+  return "hip" + std::string(cuda.substr(2));
+}
+
+/// "hipEventRecord on device 0" of "cuEventRecord on device 0".
+std::string in_words_of_hip(const std::string& what) {
+  if (!what.starts_with("cu")) return what;
+  const std::size_t end = std::min(what.find(' '), what.size());
+  return hip_name(std::string_view(what).substr(0, end)) + what.substr(end);
+}
+
+/// FunctionFinder for CUDA's names, which are translated where the library is HIP.
+class DriverFinder {
+ public:
+  DriverFinder(const SharedLibrary& library, bool is_hip) : find_(library), is_hip_(is_hip) {}
+  template <class Function>
+  void operator()(const char* name, Function* function) {
+    find_(is_hip_ ? hip_name(name).c_str() : name, function);
+  }
+  const std::string& missing() const { return find_.missing(); }
+
+ private:
+  FunctionFinder find_;
+  const bool is_hip_;
+};
 
 void fill_for_peers(const SharedLibrary& library, Driver* driver) {
-  FunctionFinder find(library);
+  DriverFinder find(library, driver->is_hip);
   find("cuMemcpyDtoDAsync_v2", &driver->copy_on_device);
   find("cuDeviceGetAttribute", &driver->device_attribute);
   find("cuModuleLoadData", &driver->module_load);
@@ -23,7 +67,8 @@ void fill_for_peers(const SharedLibrary& library, Driver* driver) {
 
 /// The first function that the library lacks and has to have; empty: none.
 std::string fill(const SharedLibrary& library, Driver* driver) {
-  FunctionFinder find(library);
+  driver->is_hip = library.find("hipInit") != nullptr;
+  DriverFinder find(library, driver->is_hip);
   find("cuInit", &driver->init);
   find("cuDriverGetVersion", &driver->driver_version);
   find("cuGetErrorName", &driver->error_name);
@@ -49,7 +94,7 @@ std::string fill(const SharedLibrary& library, Driver* driver) {
   find("cuMemFree_v2", &driver->memory_free);
   find("cuMemcpyDtoHAsync_v2", &driver->copy_to_host);
   find("cuMemcpyHtoDAsync_v2", &driver->copy_to_device);
-  fill_for_peers(library, driver);
+  if (!driver->is_hip) fill_for_peers(library, driver);
   return find.missing();
 }
 
@@ -58,26 +103,39 @@ const char* advice(Result error) {
   // A kernel has failed (an illegal address; timeout; exceptions of the hardware), and every later call in
   // the process returns the same.
   if (error == kIllegalAddress || error == 702 || (error >= 714 && error < 720))
-    return " Work that the program gave the device before has failed; CUDA_LAUNCH_BLOCKING=1 shows where.";
+    return " Work that the program gave the device before has failed; CUDA_LAUNCH_BLOCKING=1 "
+           "(AMD_SERIALIZE_KERNEL=3) shows where.";
   return "";
 }
 
 }  // namespace
+
+// How versions are numbers: 13000 is CUDA 13.0, 60443484 is HIP 6.4.
+constexpr int kCudaMajor = 1000, kCudaMinor = 10;
+constexpr int kHipMajor = 10'000'000, kHipMinor = 100'000;
+constexpr int kOldestHip = 6;
 
 std::string Driver::load(const SharedLibrary& library) {
   *this = {};
   const std::string missing = fill(library, this);
   if (!missing.empty())
     return "driver " + version() + " has no function " + missing + ": a newer driver is needed";
+  if (is_hip && major_version() < kOldestHip)
+    return "HIP " + version() + ", whose kinds of memory have other numbers: ROCm 6 or newer is needed";
   library.keep();
   const Result result = init(0);
-  return result == kSuccess ? "" : "cuInit failed: " + describe(result);
+  return result == kSuccess ? ""
+                            : std::string(is_hip ? "hipInit" : "cuInit") + " failed: " + describe(result);
 }
 
 bool Driver::load(const char* library, Driver* driver, std::string* why) {
   const std::string names[] = {library};
+  return load(names, driver, why);
+}
+
+bool Driver::load(std::span<const std::string> libraries, Driver* driver, std::string* why) {
   const auto refuse = [driver](const SharedLibrary& found) { return driver->load(found); };
-  return SharedLibrary::open(SharedLibrary::candidates(names, "", {}), refuse, why).has_value();
+  return SharedLibrary::open(SharedLibrary::candidates(libraries, "", {}), refuse, why).has_value();
 }
 
 const Driver* Driver::find(std::string* why) {
@@ -85,7 +143,7 @@ const Driver* Driver::find(std::string* why) {
   static std::string reason;
   static bool usable = false;
   static std::once_flag once;
-  std::call_once(once, [] { usable = load(kLibrary, &driver, &reason); });
+  std::call_once(once, [] { usable = load(kLibraries, &driver, &reason); });
   if (usable) return &driver;
   *why = reason;
   return nullptr;
@@ -93,14 +151,18 @@ const Driver* Driver::find(std::string* why) {
 
 int Driver::major_version() const {
   int number = 0;
-  return driver_version != nullptr && driver_version(&number) == kSuccess ? number / 1000 : 0;
+  const int major = is_hip ? kHipMajor : kCudaMajor;
+  return driver_version != nullptr && driver_version(&number) == kSuccess ? number / major : 0;
 }
 
 // Asked for only where something is wrong, or shown.
 std::string Driver::version() const {
   int number = 0;
   if (driver_version == nullptr || driver_version(&number) != kSuccess) return "of unknown version";
-  return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+  const auto text = [number](int major, int minor) {
+    return std::to_string(number / major) + "." + std::to_string(number % major / minor);
+  };
+  return is_hip ? text(kHipMajor, kHipMinor) : text(kCudaMajor, kCudaMinor);
 }
 
 std::string Driver::describe(Result error) const {
@@ -108,12 +170,14 @@ std::string Driver::describe(Result error) const {
   const char* text = nullptr;
   if (error_name(error, &name) != kSuccess || name == nullptr) name = "unknown error";
   if (error_string(error, &text) != kSuccess || text == nullptr) text = "no text";
-  return std::string(name) + " (" + std::to_string(error) + ": " + text + "), driver " + version();
+  return std::string(name) + " (" + std::to_string(error) + ": " + text + "), " +
+         (is_hip ? "HIP " : "driver ") + version();
 }
 
 void Driver::check(Result result, const std::string& what) const {
   if (result == kSuccess) return;
-  throw DeviceError(ErrorKind::kInternal, what + " failed: " + describe(result) + "." + advice(result));
+  throw DeviceError(ErrorKind::kInternal, (is_hip ? in_words_of_hip(what) : what) +
+                                              " failed: " + describe(result) + "." + advice(result));
 }
 
 }  // namespace multiring::cuda

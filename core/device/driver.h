@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "base/error.h"
@@ -22,7 +23,7 @@ class MULTIRING_API DeviceError : public Error {
 namespace multiring::cuda {
 
 // The part of the CUDA driver's C ABI that is needed here, declared anew: no header of CUDA is there when the
-// library is built.
+// library is built. HIP has the same under other names, with the same numbers (from ROCm 6 on).
 using Result = int;
 using Device = int;
 using Pointer = std::uintptr_t;  // CUdeviceptr
@@ -65,8 +66,9 @@ inline std::string on(const char* function, int device) {
   return std::string(function) + " on device " + std::to_string(device);
 }
 
-/// The functions that are used, by the names of their entries in the library.
+/// The functions that are used, by the names of their entries in the library: CUDA's or HIP's.
 struct MULTIRING_API Driver {
+  bool is_hip;
   Result (*init)(unsigned flags);
   Result (*driver_version)(int* version);
   Result (*error_name)(Result error, const char** name);
@@ -93,7 +95,8 @@ struct MULTIRING_API Driver {
   Result (*copy_to_host)(void* to, Pointer from, std::size_t bytes, Stream stream);
   Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
 
-  // What peer memory needs besides; without these the others serve all the same.
+  // What peer memory needs besides; without these the others serve all the same. HIP's are not taken: there
+  // is no kernel for it.
   Result (*copy_on_device)(Pointer to, Pointer from, std::size_t bytes, Stream stream);
   Result (*device_attribute)(int* value, DeviceAttribute attribute, Device device);
   Result (*module_load)(Module* module, const void* image);
@@ -108,14 +111,18 @@ struct MULTIRING_API Driver {
   /// The driver of this machine, loaded and initialised at the first call; null, with the reason in `why`, if
   /// there is none that can be used.
   static const Driver* find(std::string* why);
+  /// What orders with all blocking streams of a device. Older HIP knows no number for it.
+  Stream default_stream() const { return reinterpret_cast<Stream>(std::uintptr_t{is_hip ? 0U : 1U}); }
   /// Fills the table from a library (of this name if the process has it, else of the system's).
   static bool load(const char* library, Driver* driver, std::string* why);
+  /// The same from the first that can be used.
+  static bool load(std::span<const std::string> libraries, Driver* driver, std::string* why);
   /// Fills the table and initialises the driver. Why it cannot be used; empty: it can.
   std::string load(const SharedLibrary& library);
 
   /// Raises a DeviceError unless `result` is kSuccess. `what`: "cuEventRecord on device 0".
   void check(Result result, const std::string& what) const;
-  /// The CUDA that it runs, 13; 0: unknown.
+  /// The CUDA that it runs, 13, or the HIP; 0: unknown.
   int major_version() const;
   /// "13.0", or "of unknown version".
   std::string version() const;

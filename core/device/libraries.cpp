@@ -65,7 +65,7 @@ Wanted collectives(const char* name, std::vector<SharedLibrary::Candidate> candi
   return {name, std::move(candidates), refuse, describe};
 }
 
-Wanted cuda_driver() {
+Wanted driver(const char* name, const std::vector<std::string>& files) {
   const auto refuse = [](const SharedLibrary& library) { return cuda::Driver().load(library); };
   const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
     cuda::Driver driver;
@@ -73,7 +73,7 @@ Wanted cuda_driver() {
     found.version = driver.version();
     if (driver.device_count(&found.devices) != cuda::kSuccess) found.devices = 0;
   };
-  return {"CUDA driver", places_of({"libcuda.so.1"}), refuse, describe};
+  return {name, places_of(files), refuse, describe};
 }
 
 Wanted compiler(std::span<const std::string> sites) {
@@ -86,34 +86,14 @@ Wanted compiler(std::span<const std::string> sites) {
   return {"NVRTC", nvrtc::Library::candidates(nvrtc::kNewestCuda, sites), refuse, describe};
 }
 
-// Only what is shown of it is asked for.
-Wanted hip() {
-  const auto refuse = [](const SharedLibrary& library) -> std::string {
-    for (const char* function : {"hipInit", "hipDriverGetVersion", "hipGetDeviceCount"})
-      if (library.find(function) == nullptr) return std::string("has no function ") + function;
-    library.keep();
-    const int result = reinterpret_cast<int (*)(unsigned)>(library.find("hipInit"))(0);
-    return result == 0 ? "" : "hipInit failed: " + std::to_string(result);
-  };
-  const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
-    int version = 0;
-    reinterpret_cast<GetNumber>(library.find("hipDriverGetVersion"))(&version);
-    constexpr int kMajor = 10'000'000;
-    found.version = std::to_string(version / kMajor) + "." + std::to_string(version % kMajor / 100'000);
-    if (reinterpret_cast<GetNumber>(library.find("hipGetDeviceCount"))(&found.devices) != 0)
-      found.devices = 0;
-  };
-  return {"HIP", places_of({"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}), refuse, describe};
-}
-
 }  // namespace
 
 std::vector<DeviceLibrary> find_device_libraries(std::span<const std::string> sites) {
   const Wanted kWanted[] = {
-      cuda_driver(),
+      driver("CUDA driver", {"libcuda.so.1"}),
       collectives("NCCL", places_of({"libnccl.so.2"}, "nvidia/nccl/lib", sites)),
       compiler(sites),
-      hip(),
+      driver("HIP", {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"}),
       collectives("RCCL", places_of({"librccl.so.1"})),
   };
   std::vector<DeviceLibrary> found;

@@ -67,7 +67,10 @@ const Library* Library::find(std::string* why) {
       reason = "NCCL_COMM_BLOCKING is set, with which its calls may wait for ever";
       return;
     }
-    const std::string names[] = {"libnccl.so.2"};
+    std::string no_driver;
+    const cuda::Driver* const driver = cuda::Driver::find(&no_driver);
+    const bool is_hip = driver != nullptr && driver->is_hip;
+    const std::string names[] = {is_hip ? "librccl.so.1" : "libnccl.so.2"};
     const auto refuse = [](const SharedLibrary& found) { return library.load(found); };
     const std::vector<std::string> sites = SharedLibrary::known_sites();
     usable = SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", sites), refuse, &reason)

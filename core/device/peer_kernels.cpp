@@ -40,6 +40,7 @@ std::vector<char> compiled(Devices& devices, int device, DType dtype) {
 }  // namespace
 
 std::string why_no_peers(const cuda::Driver& driver) {
+  if (driver.is_hip) return "devices of AMD have none";
   if (driver.missing_for_peers.empty()) return "";
   return "driver " + driver.version() + " has no function " + driver.missing_for_peers;
 }

@@ -7,7 +7,10 @@
 namespace multiring {
 namespace {
 
-cuda::Stream as_stream(std::uintptr_t stream) { return reinterpret_cast<cuda::Stream>(stream); }
+cuda::Stream stream_of(const Buffer& array, const cuda::Driver& driver) {
+  if (array.stream == Buffer::kDefaultStream) return driver.default_stream();
+  return reinterpret_cast<cuda::Stream>(array.stream);
+}
 
 }  // namespace
 
@@ -34,7 +37,7 @@ Staging::Recorded Staging::record(int device, cuda::Stream stream) {
 
 // Events of a captured stream would make the streams of copies part of the graph.
 void Staging::order_after(const Buffer& array) {
-  const cuda::Stream stream = as_stream(array.stream);
+  const cuda::Stream stream = stream_of(array, devices_->driver());
   const auto same = [&](const Recorded& each) {
     return each.device == array.device && each.stream == stream;
   };

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ _current = SimpleNamespace(stream=_LEGACY_STREAM)
 @functools.cache
 def driver() -> Any:
     """The stand-in, which this process has loaded."""
-    found = ctypes.CDLL("libcuda.so.1")
+    found = ctypes.CDLL(os.environ.get("FAKE_DRIVER", "libcuda.so.1"))
     size, address, floating = ctypes.c_size_t, ctypes.c_size_t, ctypes.c_float
     extents = ctypes.POINTER(ctypes.c_int64)
     for name, result, arguments in (
@@ -282,10 +283,11 @@ class DlpackArray(Array):
         raise AttributeError("not of this kind")
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CUDA, getattr(self._owner, "device", 0)
+        return _ROCM if "FAKE_DRIVER" in os.environ else _CUDA, getattr(self._owner, "device", 0)
 
     def __dlpack__(self, *, stream: int) -> object:
         """Work that `stream` is given from now on comes after that of the current stream."""
+        assert stream == (0 if "FAKE_DRIVER" in os.environ else _LEGACY_STREAM), stream
         driver().fake_cuda_order(_current.stream, stream)
         return _export(self)
 
@@ -309,7 +311,7 @@ class _DlManagedTensor(ctypes.Structure):
     _fields_ = (("tensor", _DlTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-_CUDA = 2
+_CUDA, _ROCM = 2, 10
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 
 

@@ -1,5 +1,5 @@
 """The stand-ins for the CUDA driver (tests/cpp/fake_cuda), NCCL (tests/cpp/fake_nccl) and NVRTC
-(tests/cpp/fake_nvrtc), compiled when a test first needs them.
+(tests/cpp/fake_nvrtc), and of the first two for HIP and RCCL, compiled when a test first needs them.
 
 They take the libraries' places in processes that have them loaded before: `environment()` has them load the
 driver's, `with_nccl()` and `with_nvrtc()` another one besides.
@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support import REPOSITORY
@@ -22,6 +23,37 @@ _NCCL_SOURCES = REPOSITORY / "tests" / "cpp" / "fake_nccl"
 _NCCL = _LIBRARY.with_name("libnccl.so.2")
 _NVRTC_SOURCES = REPOSITORY / "tests" / "cpp" / "fake_nvrtc"
 _NVRTC = _LIBRARY.with_name("libnvrtc.so.12")
+_HIP = _LIBRARY.with_name("libamdhip64.so.6")
+_RCCL = _LIBRARY.with_name("librccl.so.1")
+
+# Functions of HIP that are used, as ROCm's headers name them, and those of CUDA's driver that do the same.
+HIP_NAMES = {
+    "hipInit": "cuInit",
+    "hipDriverGetVersion": "cuDriverGetVersion",
+    "hipDrvGetErrorName": "cuGetErrorName",
+    "hipDrvGetErrorString": "cuGetErrorString",
+    "hipGetDeviceCount": "cuDeviceGetCount",
+    "hipDeviceGet": "cuDeviceGet",
+    "hipDeviceGetUuid": "cuDeviceGetUuid",
+    "hipDevicePrimaryCtxRetain": "cuDevicePrimaryCtxRetain",
+    "hipCtxPushCurrent": "cuCtxPushCurrent_v2",
+    "hipCtxPopCurrent": "cuCtxPopCurrent_v2",
+    "hipThreadExchangeStreamCaptureMode": "cuThreadExchangeStreamCaptureMode",
+    "hipDrvPointerGetAttributes": "cuPointerGetAttributes",
+    "hipStreamCreateWithFlags": "cuStreamCreate",
+    "hipStreamWaitEvent": "cuStreamWaitEvent",
+    "hipStreamIsCapturing": "cuStreamIsCapturing",
+    "hipEventCreateWithFlags": "cuEventCreate",
+    "hipEventRecord": "cuEventRecord",
+    "hipEventQuery": "cuEventQuery",
+    "hipEventSynchronize": "cuEventSynchronize",
+    "hipHostMalloc": "cuMemHostAlloc",
+    "hipHostFree": "cuMemFreeHost",
+    "hipMalloc": "cuMemAlloc_v2",
+    "hipFree": "cuMemFree_v2",
+    "hipMemcpyDtoHAsync": "cuMemcpyDtoHAsync_v2",
+    "hipMemcpyHtoDAsync": "cuMemcpyHtoDAsync_v2",
+}
 
 
 def why_not() -> str | None:
@@ -42,6 +74,12 @@ def with_nccl(folder: Path) -> dict[str, str]:
 def with_nvrtc(options: str = "") -> dict[str, str]:
     """As `environment`, with NVRTC's, in a job that uses peer memory."""
     return environment(options) | {"LD_PRELOAD": f"{library()} {nvrtc()}", "MULTIRING_PEER_MEMORY": "1"}
+
+
+def with_hip(folder: Path) -> dict[str, str]:
+    """As `with_nccl`, of AMD's libraries."""
+    preload = {"LD_PRELOAD": f"{hip()} {rccl()}", "FAKE_DRIVER": str(hip()), "TMPDIR": str(folder)}
+    return environment() | preload
 
 
 def python_path() -> str:
@@ -67,10 +105,23 @@ def nvrtc() -> Path:
     return _made(_NVRTC, _NVRTC_SOURCES)
 
 
-def _made(target: Path, folder: Path, *libraries: Path) -> Path:
+@functools.cache
+def hip() -> Path:
+    """HIP's file: that of the driver, with other names besides."""
+    names = (f"-Wl,--defsym={hip}={cuda}" for hip, cuda in HIP_NAMES.items())
+    return _made(_HIP, _SOURCES, options=("-DFAKE_HIP", *names))
+
+
+@functools.cache
+def rccl() -> Path:
+    """RCCL's, which has NCCL's names."""
+    return _made(_RCCL, _NCCL_SOURCES, hip())
+
+
+def _made(target: Path, folder: Path, *libraries: Path, options: Sequence[str] = ()) -> Path:
     own = sorted(folder.glob("*.cpp"))
     headers = (each for name in ("device/*.h", "device/kernels/*", "base/*.h") for each in _CORE.glob(name))
-    sources = [*folder.iterdir(), *_SOURCES.iterdir(), *headers]
+    sources = [*folder.iterdir(), *_SOURCES.iterdir(), *headers, Path(__file__)]
     newest = max(path.stat().st_mtime for path in sources)
     if target.exists() and target.stat().st_mtime > newest:
         return target
@@ -80,6 +131,7 @@ def _made(target: Path, folder: Path, *libraries: Path) -> Path:
     command += ["-ffp-contract=off"]
     command += ["-I", str(_SOURCES.parent), "-I", str(_CORE)]
     command += [str(path) for path in (*own, *libraries)]
+    command += options
     compiled = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
     made.replace(target)

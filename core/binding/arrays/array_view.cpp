@@ -183,7 +183,8 @@ void ArrayView::take_dlpack(py::handle object, bool writable) {
     const auto device = object.attr("__dlpack_device__")().cast<py::tuple>();
     type = device[0].cast<std::int32_t>();
     where.device = device[1].cast<int>();
-    if (type == dlpack::kCpu || type == dlpack::kCudaHost) owner_ = object.attr("__dlpack__")();
+    const bool is_on_host = type == dlpack::kCpu || type == dlpack::kCudaHost || type == dlpack::kRocmHost;
+    if (is_on_host) owner_ = object.attr("__dlpack__")();
   } catch (py::error_already_set& error) {
     throw_usage("cannot take an array of type " + type_name(object) + ": " +
                 std::string(py::str(error.value())) +
@@ -193,9 +194,10 @@ void ArrayView::take_dlpack(py::handle object, bool writable) {
     memory_.kind = type == dlpack::kCpu ? MemoryKind::kHost : MemoryKind::kPinnedHost;
     return take_capsule(object);
   }
-  if (type != dlpack::kCuda && type != dlpack::kCudaManaged)
+  if (type != dlpack::kCuda && type != dlpack::kCudaManaged && type != dlpack::kRocm)
     throw_device(object, "its DLPack device type is " + std::to_string(type) + ", and " +
-                             std::to_string(dlpack::kCuda) + " (CUDA) is the only one known");
+                             std::to_string(dlpack::kCuda) + " (CUDA) and " + std::to_string(dlpack::kRocm) +
+                             " (ROCm) are the only ones known");
   if (type == dlpack::kCudaManaged) where.kind = MemoryKind::kManaged;
   take_from_device(object, writable, where);
 }
@@ -228,7 +230,8 @@ void ArrayView::take_from_device(py::handle object, bool writable, const Buffer&
   if (take_cuda_interface(object, writable, *devices)) return;
   if (!py::hasattr(object, "__dlpack__")) throw_dtype(object);
   try {
-    owner_ = object.attr("__dlpack__")(py::arg("stream") = Buffer::kDefaultStream);
+    owner_ = object.attr("__dlpack__")(
+        py::arg("stream") = reinterpret_cast<std::uintptr_t>(devices->driver().default_stream()));
   } catch (py::error_already_set& error) {
     throw_usage("cannot take an array of type " + type_name(object) + ": " +
                 std::string(py::str(error.value())));

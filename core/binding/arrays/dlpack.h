@@ -5,7 +5,14 @@
 // The part of DLPack 1.3 (github.com/dmlc/dlpack, Apache-2.0) that is needed here: a stable C ABI.
 namespace multiring::binding::dlpack {
 
-enum DeviceType : std::int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
+enum DeviceType : std::int32_t {
+  kCpu = 1,
+  kCuda = 2,
+  kCudaHost = 3,
+  kRocm = 10,
+  kRocmHost = 11,
+  kCudaManaged = 13
+};
 
 enum TypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
 

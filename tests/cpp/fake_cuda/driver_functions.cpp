@@ -17,6 +17,13 @@ constexpr Result kNoDevice = 100;
 constexpr Result kInvalidDevice = 101;
 constexpr Result kCaptureUnsupported = 900;
 
+// The stand-in for HIP is this one with other names, and one stream less (tests/gpu/stand_in.py).
+#ifdef FAKE_HIP
+constexpr bool kIsHip = true;
+#else
+constexpr bool kIsHip = false;
+#endif
+
 thread_local std::vector<int> contexts;  // devices, the last one is current
 thread_local int capture_mode = 0;
 
@@ -39,7 +46,8 @@ struct Call {
   Call(const char* function, Stream handle) : Call(function) {
     if (result != kSuccess) return;
     stream = machine().find_stream(reinterpret_cast<std::uintptr_t>(handle), current_device());
-    if (stream == nullptr)
+    const bool is_of_cuda = reinterpret_cast<std::uintptr_t>(handle) == Buffer::kDefaultStream;
+    if (stream == nullptr || (kIsHip && is_of_cuda))
       result = kInvalidHandle;
     else if (stream->device != current_device())
       result = kInvalidContext;
@@ -81,10 +89,11 @@ FAKE_CUDA Result cuInit(unsigned) {
   return machine().enter("init", -1);
 }
 
-FAKE_CUDA Result cuDriverGetVersion(int* version) { return *version = 13000, kSuccess; }
+FAKE_CUDA Result cuDriverGetVersion(int* version) { return *version = kIsHip ? 60443484 : 13000, kSuccess; }
 
 FAKE_CUDA Result cuGetErrorName(Result error, const char** text) {
-  *text = error == kOutOfMemory      ? "CUDA_ERROR_OUT_OF_MEMORY"
+  *text = kIsHip                     ? "hipErrorOther"
+          : error == kOutOfMemory    ? "CUDA_ERROR_OUT_OF_MEMORY"
           : error == kNoDevice       ? "CUDA_ERROR_NO_DEVICE"
           : error == kIllegalAddress ? "CUDA_ERROR_ILLEGAL_ADDRESS"
                                      : "CUDA_ERROR_OTHER";

@@ -22,6 +22,7 @@ from multiring.commands import env as environment
 from multiring.commands.device_libraries import DeviceLibrary
 from multiring.commands.doctor import checks, doctor
 from multiring.commands.doctor.checks import Finding, Status
+from tests.gpu import stand_in
 from tests.support import executable, run_multiring
 
 
@@ -114,7 +115,13 @@ HIDDEN = DeviceLibrary("CUDA driver", why="/x: cuInit failed: CUDA_ERROR_NO_DEVI
             f"CUDA_VISIBLE_DEVICES=-1 may hide the GPUs: {HIDDEN.why}",
         ),
         ((DeviceLibrary("HIP", "/z", devices=0),), False, {}, Status.OK, "none: arrays lie in host memory"),
-        ((DeviceLibrary("HIP", "/z", devices=1),), False, {}, Status.WARNING, "there are GPUs of AMD"),
+        (
+            (DeviceLibrary("HIP", "/z", version="6.4", devices=1),),
+            False,
+            {},
+            Status.OK,
+            "1 device of AMD, HIP 6.4; no RCCL, which nothing needs",
+        ),
     ],
 )
 def test_devices_are_told_by_doctor(
@@ -152,8 +159,7 @@ def test_libraries_for_devices_are_shown(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_driver_that_does_not_answer_or_ends_its_process_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, seconds: float, told: str
 ) -> None:
-    names = ("Init", "DriverGetVersion", "GetDeviceCount")
-    source = [f"int hip{name}() {{ {code}; return 0; }}" for name in names]
+    source = [f"int {name}() {{ {code}; return 0; }}" for name in stand_in.HIP_NAMES]
     made = compiled(tmp_path / "libamdhip64.so.7", "#include <stdlib.h>", "#include <unistd.h>", *source)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(made.parent))
     find = device_libraries.find

@@ -229,8 +229,10 @@ def devices(environ: Mapping[str, str] = os.environ) -> Finding:
             Status.WARNING, f"there are GPUs and no CUDA driver that can be used: {driver.why}", fix
         )
     if hip.devices > 0:
-        fix = "copy arrays to the host: those of CUDA are taken"
-        return Finding(Status.WARNING, "there are GPUs of AMD", fix)
+        count = f"{hip.devices} device{'s' * (hip.devices != 1)} of AMD, HIP {hip.version}"
+        rccl = found["RCCL"]
+        second = f"RCCL {rccl.version}" if rccl.path else "no RCCL, which nothing needs"
+        return Finding(Status.OK, f"{count}; {second}")
     return Finding(Status.OK, "none: arrays lie in host memory")
 
 
