@@ -184,7 +184,9 @@ std::string Exchange::describe_missing(const Stragglers& absent) const {
 std::string Exchange::describe_wait(const OperationCall& call, double waited) const {
   const Stragglers absent = missing();
   const std::string advice = advice_on_order(elsewhere_, absent.late);
-  return where(call) + ", has waited " + seconds_text(waited) + describe_missing(absent) +
+  const bool on_devices = absent.late.empty() && call.descriptor.offered_device >= 0;
+  return where(call) + ", has waited " + seconds_text(waited) +
+         (on_devices ? " for devices, or NCCL: all ranks have come" : describe_missing(absent)) +
          (advice.empty() ? "" : ". " + advice) + kHowToSilence;
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/deadline.h"
 #include "device/driver.h"
 
 namespace multiring::nccl {
@@ -158,6 +159,7 @@ void Communicator::connect(int size, int rank, const UniqueId& id) {
 
 bool Communicator::abort(double seconds) {
   if (comm_ == nullptr) return !is_abandoned_;
+  const Deadline deadline = Deadline::after(seconds);
   std::promise<void> done;
   const std::future<void> ended = done.get_future();
   // It waits for threads of NCCL, and for kernels of the whole device, which may never end.
@@ -170,13 +172,14 @@ bool Communicator::abort(double seconds) {
     }
     finished.set_value();
   };
+  is_abandoned_ = true;  // unless it ends
   try {
     std::thread(run, std::move(done)).detach();
   } catch (const std::system_error&) {  // the process may have no more threads
-    is_abandoned_ = true;
     return false;
   }
-  is_abandoned_ = ended.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready;
+  is_abandoned_ = ended.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready ||
+                  !devices_->reaches_end(device_, stream_, deadline.remaining());
   return !is_abandoned_;
 }
 

@@ -121,8 +121,8 @@ class MULTIRING_API Communicator : Immovable {
   bool is_ready();
   /// Begins the calls as a group, as work of the stream; `op` counts where they add.
   void begin(std::span<const Call> calls, int dtype, int op);
-  /// Ends what is under way, on this rank alone. False: that takes longer, and what NCCL has is left to it.
-  /// No other call may follow.
+  /// Ends what is under way, on this rank alone, and waits for the stream. False: that takes longer, and what
+  /// NCCL and the stream have is left to them. No other call may follow.
   bool abort(double seconds);
 
   int size() const { return size_; }

@@ -59,7 +59,8 @@ void Staging::order_after(const Buffer& array) {
   before_.push_back(record(array.device, stream));
 }
 
-void Staging::order_before(int device, cuda::Stream stream) const {
+void Staging::order_before(int device, cuda::Stream stream) {
+  behind_.emplace_back(device, stream);
   const Devices::Current current(*devices_, device);
   const auto wait_for = [&](const Recorded& each) {
     devices_->driver().check(devices_->driver().stream_wait_event(stream, each.event, 0),
@@ -67,6 +68,17 @@ void Staging::order_before(int device, cuda::Stream stream) const {
   };
   std::ranges::for_each(before_, wait_for);
   std::ranges::for_each(arrival_, wait_for);
+}
+
+void Staging::hold_back() noexcept {
+  for (const auto& [device, stream] : behind_) try {
+      const Devices::Current current(*devices_, device);
+      const Recorded end = record(device, stream);
+      for (const Recorded& before : before_)
+        devices_->driver().stream_wait_event(before.stream, end.event, 0);
+      devices_->release_event(device, end.event);
+    } catch (const DeviceError&) {  // the device has failed: nothing is written any more
+    }
 }
 
 std::byte* Staging::reserve(const Buffer& array) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/export.h"
@@ -39,7 +40,10 @@ class MULTIRING_API Staging : Immovable {
   /// Copies to the array, either way, wait for the work that its stream has now.
   void order_after(const Buffer& array);
   /// What a stream of the device is given from now on waits for that work, and for the copies to the host.
-  void order_before(int device, cuda::Stream stream) const;
+  void order_before(int device, cuda::Stream stream);
+  /// When the operation has failed: what the program gives its streams from now on waits for those streams,
+  /// which may still write to its arrays when they get there.
+  void hold_back() noexcept;
   /// As `order_after`, and memory as large as the array, which `copy_back` may read later.
   std::byte* reserve(const Buffer& array);
   /// Asks for a copy of the array to reserved memory; it is there when `arrived` says so.
@@ -74,6 +78,7 @@ class MULTIRING_API Staging : Immovable {
   std::deque<Recorded> arrival_;  // after the parts of the copies to the host
   std::size_t asked_ = 0;         // bytes of copies to the host
   std::size_t arrived_ = 0;
+  std::vector<std::pair<int, cuda::Stream>> behind_;  // by device: streams that come after `before_`
   std::vector<int> down_;  // devices with copies to the host that no event follows yet
   std::vector<int> up_;    // devices with copies back under way
 };

@@ -34,11 +34,14 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       timeout_(options_.timeout),
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force(parse_algorithm(options_.mode), *transport_);
-  exchange_.nccl().set_scope(options_.nccl);
+  exchange_.nccl().set_scope(options_.nccl, *transport_);
   exchange_.nccl().warn_by(options_.warn);
   exchange_.peer_memory().warn_by(options_.warn);
   if (!options_.tuning.empty()) follow_tuning();
-  warn_of_rings();
+  if (rank() == 0 && options_.warn && name() == CommunicatorOptions().name) {  // others have its settings
+    warn_of_rings();
+    warn_of_nccl();
+  }
   exchange_.set_elsewhere(
       {.waits =
            [this](int peer) { return CommunicatorList::find_other_wait(this, transport_->world_rank(peer)); },
@@ -47,42 +50,6 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
              return CommunicatorList::find_other_end(this, transport_->world_rank(peer));
            }});
   CommunicatorList::add(this);
-}
-
-// It may be of other hosts and ranks: a job goes on with fewer, and is no worse than without rules.
-void Communicator::follow_tuning() {
-  const Tuning tuning = Tuning::parse(options_.tuning);
-  try {
-    exchange_.plans().set_tuning(tuning, *transport_);
-  } catch (const Error& error) {
-    tuning_ = tuning.costs_text();
-    exchange_.plans().set_tuning(Tuning::parse(tuning_), *transport_);
-    if (rank() == 0 && options_.warn)
-      options_.warn(std::string("MULTIRING_TUNING: its rules are not followed: ") + error.what());
-  }
-}
-
-void Communicator::warn_of_rings() const {
-  const bool is_world = name() == CommunicatorOptions().name;  // the others have its settings
-  if (options_.order == Order::kAny || rank() != 0 || !options_.warn || !is_world) return;
-  const auto warn_of = [&](const std::string& what, const Mode& mode) {
-    const auto found = std::ranges::find_if(mode, needs_any_order);
-    if (found == mode.end()) return false;
-    options_.warn(what + " has a " + traits_of(*found->algorithm).name +
-                  ", which adds in another order than the canonical one: only calls that allow any order use "
-                  "it, and the others a pairwise exchange or a chain in its place. MULTIRING_ORDER=any "
-                  "allows all to");
-    return true;
-  };
-  const bool is_forced = !options_.mode.empty();
-  if (is_forced && warn_of("mode " + options_.mode, parse_algorithm(options_.mode).mode)) return;
-  if (transport_->shares_memory()) return;  // no rule is followed
-  const Tuning tuning = Tuning::parse(tuning_);
-  for (const Tuning::Rule& rule : tuning.rules()) {
-    if (!adds(rule.collective) || (is_forced && rule.collective == Collective::kAllreduce)) continue;
-    const std::string line = "line " + std::to_string(rule.line) + " of the tuning";
-    if (warn_of(line + ", " + algorithm_name(rule.algorithm) + ",", rule.algorithm.mode)) return;
-  }
 }
 
 std::string Communicator::wait_on_this_rank(int world_rank) const {

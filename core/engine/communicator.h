@@ -179,6 +179,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
  private:
   void follow_tuning();
   void warn_of_rings() const;
+  void warn_of_nccl() const;
   class OperationLock;
 
   void complete(Operation& operation) const;

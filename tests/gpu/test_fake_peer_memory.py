@@ -319,6 +319,7 @@ def test_a_fake_kernel_that_never_ends() -> None:
     told = _told(run_job(2, HEAD + FAILING.format(fault=fault, call=WHOLE), code=0, env=env).stdout)
     assert sorted(told) == [0, 1]
     assert {words[0] for words in told.values()} == {"TimeoutError"}
+    assert any("the work that makes the input" in " ".join(words) for words in told.values())
 
 
 @pytest.mark.parametrize(

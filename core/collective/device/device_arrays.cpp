@@ -174,6 +174,8 @@ void poll(const Exchange& exchange, const OperationCall& call, const std::functi
   constexpr double kBetweenChecks = 0.005;
   constexpr std::chrono::microseconds kPause(20);
   waiting.deadline.start();
+  // Before ranks are matched the others tell whom they wait for.
+  bool is_told = waiting.stall_after <= 0 || waiting.stalled == nullptr || call.descriptor.offered_device < 0;
   double next_check = waiting.deadline.elapsed() + kBetweenChecks;
   const double spin_until = waiting.deadline.elapsed() + kSpin;
   while (!is_done()) {
@@ -182,6 +184,10 @@ void poll(const Exchange& exchange, const OperationCall& call, const std::functi
     if (now < next_check) continue;
     next_check = now + kBetweenChecks;
     waiting.check_interrupt();
+    if (!is_told && now >= waiting.stall_after) {
+      is_told = true;
+      (*waiting.stalled)(now);
+    }
     if (needs_peers) exchange.throw_if_aborted(call);
     // A peer that has ended would be noticed when it is waited for; by then it may be long gone.
     if (needs_peers && is_collective(call.descriptor.key.kind))
@@ -217,7 +223,9 @@ void copy_to_devices(Operation& operation, int rank) {
 }
 
 void abandon_copies(Operation& operation) {
-  if (operation.on_devices != nullptr) operation.on_devices->staging.reset();
+  if (operation.on_devices == nullptr || operation.on_devices->staging == nullptr) return;
+  operation.on_devices->staging->hold_back();
+  operation.on_devices->staging.reset();
 }
 
 }  // namespace multiring

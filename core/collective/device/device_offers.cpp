@@ -174,11 +174,15 @@ bool DeviceOffers::agree(Exchange& exchange, const OperationCall& call, Operatio
                                                   : exchange.nccl().prepare(exchange, call, operation);
   if (operation.descriptor.offered_device < 0) return false;
   note_offer(operation, is_agreed);
-  if (is_agreed)
-    stay_on_devices(operation);
-  else
+  if (!is_agreed) {
     copy_after_all(operation, exchange, call);
-  return is_agreed;
+    return false;
+  }
+  // To allocate a result may wait for all that the device does, and could not be ended.
+  if (operation.output == nullptr && operation.pieces.empty())
+    await_part(operation, Staging::kAll, exchange, call);
+  stay_on_devices(operation);
+  return true;
 }
 
 void DeviceOffers::note_offer(const Operation& operation, bool is_taken) {

@@ -62,20 +62,10 @@ std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchang
   return may_share ? "" : sharing;
 }
 
-/// Whether all hosts have the same number of ranks, more than one.
-bool is_regular(const Transport& transport) {
-  std::map<int, int> ranks;  // by host
-  for (int rank = 0; rank < transport.size(); ++rank) ++ranks[transport.host_number(rank)];
-  const int first = ranks.begin()->second;
-  return first > 1 && std::ranges::all_of(ranks, [&](const auto& host) { return host.second == first; });
-}
-
-/// Aborts, and returns when the program's arrays are its own again: when the stream has got to its end. A
-/// device that does not get there has failed. False: it may not have.
+/// Aborts, and returns when the program's arrays are its own again. False: they may not be.
 bool abort(nccl::Communicator& comm) {
   try {
-    return comm.abort(nccl::kAbortSeconds) &&
-           comm.devices().reaches_end(comm.device(), comm.stream(), nccl::kAbortSeconds);
+    return comm.abort(nccl::kAbortSeconds);
   } catch (const DeviceError&) {  // what has failed before is told
     return false;
   }
@@ -100,6 +90,15 @@ void await_event(nccl::Communicator& comm, cuda::Event event, const Exchange& ex
 
 }  // namespace
 
+void NcclGroups::set_scope(NcclScope scope, const Transport& transport) {
+  scope_ = scope;
+  std::map<int, int> ranks;  // by host
+  for (int rank = 0; rank < transport.size(); ++rank) ++ranks[transport.host_number(rank)];
+  const int first = ranks.begin()->second;
+  has_regular_hosts_ =
+      first > 1 && std::ranges::all_of(ranks, [&](const auto& host) { return host.second == first; });
+}
+
 bool NcclGroups::is_hierarchical(const Exchange& exchange) const {
   return scope_ == NcclScope::kHierarchical && !exchange.transport().shares_memory();
 }
@@ -107,7 +106,7 @@ bool NcclGroups::is_hierarchical(const Exchange& exchange) const {
 bool NcclGroups::serves(const Exchange& exchange, OpKind kind) const {
   const Transport& transport = exchange.transport();
   if (transport.shares_memory()) return scope_ != NcclScope::kOff;
-  if (is_hierarchical(exchange)) return kind == OpKind::kAllreduce && is_regular(transport);
+  if (is_hierarchical(exchange)) return kind == OpKind::kAllreduce && has_regular_hosts_;
   return scope_ == NcclScope::kAll && transport.fully_linked();
 }
 
@@ -132,6 +131,8 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
   std::vector<int> devices = offered_devices(exchange);
   if (const auto found = made_.find(devices); found != made_.end()) return found->second.get();
 
+  // What connects may wait for all that the device does, and could not be ended.
+  await_part(operation, Staging::kAll, exchange, call);
   std::string why;
   const nccl::Library& library = *nccl::Library::find(&why);
   const std::shared_ptr<Devices>& driven = operation.on_devices->devices;
@@ -178,7 +179,9 @@ void NcclGroups::run(Exchange& exchange, const OperationCall& call, Operation& o
                      std::span<const nccl::Call> calls, const std::function<void()>& meanwhile) {
   keep(operation.result.memory());
   begin(exchange, call, operation, calls);
-  await(exchange, call, operation, meanwhile);
+  meanwhile();
+  await_inputs(exchange, call, operation);
+  await(exchange, call);
   finish(exchange, call);
 }
 
@@ -193,12 +196,19 @@ void NcclGroups::begin(const Exchange& exchange, const OperationCall& call, cons
                *nccl::op_code(operation.reduction(), operation.dtype()));
   else
     comm.begin(calls, nccl::kBytes, 0);
-  poll(
-      exchange, call, [&] { return comm.is_ready(); }, std::string("NCCL to begin its ") + traits.name + ".");
+  const auto is_ready = [&] {
+    operation.on_devices->staging->arrived();  // raises what the program's own kernels have failed by
+    return comm.is_ready();
+  };
+  poll(exchange, call, is_ready, std::string("NCCL to begin its ") + traits.name + ".");
 }
 
-void NcclGroups::await(const Exchange& exchange, const OperationCall& call, const Operation& operation,
-                       const std::function<void()>& meanwhile) {
+void NcclGroups::await_inputs(Exchange& exchange, const OperationCall& call, const Operation& operation) {
+  await_part(operation, Staging::kAll, exchange, call);
+  exchange.next(call, [] {});
+}
+
+void NcclGroups::await(const Exchange& exchange, const OperationCall& call) {
   nccl::Communicator& comm = *running_;
   Devices& devices = comm.devices();
   cuda::Event done = nullptr;
@@ -208,8 +218,6 @@ void NcclGroups::await(const Exchange& exchange, const OperationCall& call, cons
     devices.driver().check(devices.driver().event_record(done, comm.stream()),
                            cuda::on("cuEventRecord", comm.device()));
   }
-  meanwhile();
-  await_part(operation, Staging::kAll, exchange, call);  // by itself, for an error that says so
   await_event(comm, done, exchange, call);
   devices.release_event(comm.device(), done);
 }

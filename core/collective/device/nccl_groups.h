@@ -23,7 +23,7 @@ struct OperationCall;
 /// each decides from what all have published.
 class NcclGroups : Immovable {
  public:
-  void set_scope(NcclScope scope) { scope_ = scope; }
+  void set_scope(NcclScope scope, const Transport& transport);
   /// Whether the operations of a kind may run by NCCL among these ranks. Thread-safe.
   bool serves(const Exchange& exchange, OpKind kind) const;
   /// Whether they do so within each of several hosts (nccl_hierarchy.h).
@@ -45,10 +45,11 @@ class NcclGroups : Immovable {
   void keep(std::shared_ptr<std::byte> memory) { used_.push_back(std::move(memory)); }
   void begin(const Exchange& exchange, const OperationCall& call, const Operation& operation,
              std::span<const nccl::Call> calls);
+  /// Returns when the work is done that the inputs of all ranks come after: who is late is told as in any
+  /// other operation.
+  void await_inputs(Exchange& exchange, const OperationCall& call, const Operation& operation);
   /// Returns when the stream has done all that it has been given.
-  void await(
-      const Exchange& exchange, const OperationCall& call, const Operation& operation,
-      const std::function<void()>& meanwhile = [] {});
+  void await(const Exchange& exchange, const OperationCall& call);
   void finish(Exchange& exchange, const OperationCall& call);
 
   /// After an operation that has raised an error, in the same thread, once the peers have been told: aborts,
@@ -66,6 +67,7 @@ class NcclGroups : Immovable {
   nccl::Communicator* running_ = nullptr;  // agreed on for the operation in progress, or one that has failed
   std::vector<std::shared_ptr<std::byte>> used_;  // which it writes to
   NcclScope scope_ = NcclScope::kHost;
+  bool has_regular_hosts_ = false;  ///< as many ranks on each host, more than one
   std::function<void(const std::string&)> warn_;
 };
 

@@ -99,7 +99,9 @@ void hierarchical_allreduce(Exchange& exchange, const OperationCall& call, const
                            cuda::on("cuMemcpyDtoHAsync", comm.device()));
     at += part.bytes;
   });
-  nccl.await(exchange, call, operation, meanwhile);
+  meanwhile();
+  nccl.await_inputs(exchange, call, operation);
+  nccl.await(exchange, call);
 
   allreduce_across_hosts(exchange, call, operation, memory.get(), shares.own_bytes(), mode);
 
@@ -112,7 +114,7 @@ void hierarchical_allreduce(Exchange& exchange, const OperationCall& call, const
     at += part.bytes;
   });
   nccl.begin(exchange, call, operation, shares.return_calls());
-  nccl.await(exchange, call, operation);
+  nccl.await(exchange, call);
   nccl.finish(exchange, call);
 }
 

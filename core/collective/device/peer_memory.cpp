@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include "collective/device/device_arrays.h"
 #include "collective/device/device_offers.h"
 #include "collective/device/peer_buffers.h"
 #include "collective/exchange.h"
@@ -48,6 +49,12 @@ bool PeerMemory::prepare(Exchange& exchange, const OperationCall& call, const Op
   std::uint64_t most = 0;  // ranks may have different numbers of rows
   for (int rank = 0; rank < exchange.size(); ++rank) most = std::max(most, exchange.descriptor(rank).bytes);
   const std::size_t wanted = buffer_bytes(most);
+  const int dtype = static_cast<int>(operation.dtype());
+  const bool reduces = traits_of(operation.descriptor).reduces;
+  const bool compiles = reduces && (is_new || !buffers->kernels.contains(dtype));
+  // What allocates, maps and loads may wait for all that the device does, and could not be ended.
+  if (is_new || compiles || (buffers->bytes < wanted && !buffers->is_largest))
+    await_part(operation, Staging::kAll, exchange, call);
   std::string refusal;
   if (is_new || (buffers->bytes < wanted && !buffers->is_largest)) {
     auto larger =
@@ -65,8 +72,6 @@ bool PeerMemory::prepare(Exchange& exchange, const OperationCall& call, const Op
       refusal.clear();
     }
   }
-  const int dtype = static_cast<int>(operation.dtype());
-  const bool reduces = traits_of(operation.descriptor).reduces;
   if (reduces && refusal.empty() && !buffers->kernels.contains(dtype))
     refusal = buffers->compile(exchange, call, operation.dtype());
   if (exchange.rank() == 0 && !refusal.empty()) tell(refusal, buffers != nullptr);

@@ -11,6 +11,7 @@ from multiring.errors import UsageError
 __all__ = ["add_config"]
 
 _OPTIONS = {
+    "params.hierarchical_allreduce": "hierarchical_allreduce",
     "timeline.filename": "timeline_filename",
     "timeline.mark_cycles": "timeline_mark_cycles",
     "stall_check.warning_time_seconds": "stall_check_warning_time_seconds",

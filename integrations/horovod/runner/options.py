@@ -23,8 +23,6 @@ _LEVELS |= {"FATAL": "error"}
 _WITHOUT_EFFECT = {
     0: (
         "--disable-cache",
-        "--hierarchical-allreduce",
-        "--no-hierarchical-allreduce",
         "--hierarchical-allgather",
         "--no-hierarchical-allgather",
         "--torus-allreduce",
@@ -138,8 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--stall-check-shutdown-time-seconds", type=int, metavar="S", help="when late ranks are an error")
     add("--timeline-filename", metavar="FILE", help="write a timeline of the operations")
-    cycles = argparse.BooleanOptionalAction
-    add("--timeline-mark-cycles", action=cycles, help="mark negotiations in it")
+    switch = argparse.BooleanOptionalAction
+    add("--timeline-mark-cycles", action=switch, help="mark negotiations in it")
+    add("--hierarchical-allreduce", action=switch, help="NCCL within each of several hosts, where it is used")
     not_kept: dict[str, Any] = {"dest": "_", "default": argparse.SUPPRESS}
     for count, names in _WITHOUT_EFFECT.items():
         for name in names:
@@ -194,6 +193,7 @@ def _variables(args: argparse.Namespace) -> dict[str, Any]:
     found = {
         "HOROVOD_TIMELINE": args.timeline_filename,
         "HOROVOD_TIMELINE_MARK_CYCLES": 1 if args.timeline_mark_cycles else None,
+        "MULTIRING_NCCL": "hierarchical" if args.hierarchical_allreduce else None,
         "MULTIRING_LOG_LEVEL": None if level is None else _LEVELS.get(str(level).upper(), level),
         "MULTIRING_STALL_WARNING": warning,
         "MULTIRING_TIMEOUT": args.stall_check_shutdown_time_seconds

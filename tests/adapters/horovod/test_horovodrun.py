@@ -21,7 +21,7 @@ from tests.support import REPOSITORY, Job, parsed, refused, run_job, run_multiri
 # Of horovodrun 0.28.1, with a value where it takes one.
 _TEXT = """
     --disable-cache --start-timeout=30 --fusion-threshold-mb=64 --cycle-time-ms=1.5 --cache-capacity=9
-    --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather
+    --hierarchical-allgather --no-hierarchical-allgather
     --torus-allreduce --no-torus-allreduce --autotune --no-autotune --autotune-log-file=f
     --autotune-warmup-samples=1 --autotune-steps-per-sample=1 --autotune-bayes-opt-max-samples=1
     --autotune-gaussian-process-noise=0.1 --slots-per-host=2 --elastic-timeout=9 --reset-limit=1
@@ -53,6 +53,8 @@ def run_words(*words: str) -> list[str]:
         (["--timeline-filename", "t", "--no-timeline-mark-cycles"], ["--env", "HOROVOD_TIMELINE=t"]),
         (["--timeline-mark-cycles"], ["--env", "HOROVOD_TIMELINE_MARK_CYCLES=1"]),
         (["--no-stall-check"], ["--env", "MULTIRING_STALL_WARNING=0"]),
+        (["--hierarchical-allreduce"], ["--env", "MULTIRING_NCCL=hierarchical"]),
+        (["--no-hierarchical-allreduce"], []),
         (
             ["--stall-check-warning-time-seconds", "9", "--stall-check-shutdown-time-seconds", "60"],
             ["--env", "MULTIRING_STALL_WARNING=9", "--env", "MULTIRING_TIMEOUT=60"],

@@ -193,5 +193,49 @@ INSTANTIATE_TEST_SUITE_P(
     Orders, DeviceNcclHostsTest,
     ::testing::Combine(::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads), kLayouts));
 
+/// A setting that asks for NCCL on several hosts, and what rank 0 says of it; null: nothing.
+struct Asked {
+  Layout layout;
+  void (*set)(GroupOptions& options);
+  const char* said;
+};
+void PrintTo(const Asked& asked, std::ostream* out) { *out << (asked.said == nullptr ? "none" : asked.said); }
+
+class NcclScopeTest : public ::testing::TestWithParam<Asked> {};
+
+TEST_P(NcclScopeTest, RankZeroSaysWhatHasNoEffect) {
+  const auto& [layout, set, said] = GetParam();
+  GroupOptions options = layout.options();
+  options.communicator.order = Order::kAny;
+  set(options);
+  std::vector<std::string> warnings;
+  options.communicator.warn = [&](const std::string& text) { warnings.push_back(text); };
+  RankGroup(options).run([](Communicator& communicator) { communicator.split(0, 0, {}); });
+  ASSERT_EQ(warnings.size(), said == nullptr ? 0U : 1U);
+  if (said != nullptr) expect_text(warnings[0], said);
+}
+
+constexpr auto kHierarchical = NcclScope::kHierarchical;
+constexpr auto kLeave = [](GroupOptions&) {};
+INSTANTIATE_TEST_SUITE_P(
+    Settings, NcclScopeTest,
+    ::testing::Values(
+        Asked{{{2, 2}, kHierarchical}, kLeave, nullptr}, Asked{{{1, 2}}, kLeave, nullptr},
+        Asked{{{2, 1}, kHierarchical}, kLeave, "MULTIRING_NCCL=hierarchical has no effect here: all hosts"},
+        Asked{{{1, 1}, kHierarchical}, kLeave, "as many ranks, at least two"},
+        Asked{{{2, 2}, kHierarchical},
+              [](GroupOptions& options) { options.communicator.mode = "2x2"; },
+              "has no effect with a mode"},
+        Asked{{{2, 2}},
+              [](GroupOptions& options) { options.communicator.order = Order::kCanonical; },
+              "MULTIRING_NCCL=all is for calls that allow any order only"},
+        Asked{{{2, 2}},
+              [](GroupOptions& options) { options.communicator.comm_dtype = CommDtype::kBFloat16; },
+              "unset MULTIRING_COMM_DTYPE"},
+        Asked{{{1, 1, 1, 1}},
+              [](GroupOptions& options) { options.transport = TransportKind::kClusterLine; },
+              "where hosts reach their neighbours alone"},
+        Asked{{{4}, kHierarchical}, kLeave, nullptr}));
+
 }  // namespace
 }  // namespace multiring

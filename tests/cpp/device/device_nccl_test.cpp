@@ -81,6 +81,47 @@ TEST_P(DeviceNcclTest, BeginsBeforeTheInputIsThere) {
   });
 }
 
+// Both end, the peers told who was late; what NCCL has behind that kernel stays there, and serves none again.
+TEST_P(DeviceNcclTest, AKernelThatNeverEnds) {
+  if (std::get<0>(GetParam()) != Progress::kLate) GTEST_SKIP() << "ends as with the others, after 5 s";
+  const auto outcomes = group_.outcomes([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray x = array(rank, kCount, 1);
+    run(communicator, allreduce(x, x));
+    run(communicator, barrier_operation());
+    if (rank == 1) gpu_.launch(x.buffer().stream, {}, false);
+    run(communicator, allreduce(x, x), {rank == 1 ? 0.1 : -1.0, nullptr});
+  });
+  ASSERT_TRUE(outcomes[1].has_value());
+  expect_kind(*outcomes[1], ErrorKind::kTimeout);
+  expect_text(*outcomes[1], "for the device to finish the work that makes the input");
+  EXPECT_TRUE(outcomes[0].has_value());
+  RankGroup(options()).run([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), kCount, 1);
+    run(communicator, allreduce(x, x));
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, 2));
+  });
+}
+
+// What the program launches then may use the array's memory anew, so it comes after what NCCL may still
+// write.
+TEST_P(DeviceNcclTest, AnArrayAfterAFailureIsNotWrittenBehindTheProgramsBack) {
+  if (std::get<0>(GetParam()) != Progress::kLate) GTEST_SKIP() << "streams get on by themselves";
+  int waits = 0;
+  const auto outcomes = group_.outcomes([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const DeviceArray x = array(rank, kCount, 1);
+    run(communicator, allreduce(x, x));
+    run(communicator, barrier_operation());
+    if (rank == 0) gpu_.fail_next("event_query", cuda::kOutOfMemory);
+    if (rank == 0) waits = gpu_.calls("stream_wait_event");
+    run(communicator, barrier_operation());
+    run(communicator, allreduce(x, x));
+  });
+  expect_all_raised(outcomes, ErrorKind::kInternal, "CUDA_ERROR_OUT_OF_MEMORY");
+  EXPECT_EQ(gpu_.calls("stream_wait_event"), waits + 4) << "two of NCCL's streams, two of the program's";
+}
+
 TEST_P(DeviceNcclTest, SumsOfPieces) {
   group_.run([&](Communicator& communicator) {
     const int rank = communicator.rank();
