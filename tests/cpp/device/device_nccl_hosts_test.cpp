@@ -1,6 +1,7 @@
 // Allreduces by NCCL within each of several hosts, and by the core across them, on the stand-ins for NCCL and
 // for the driver: ranks as threads, on two devices that they share.
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
@@ -192,6 +193,99 @@ const auto kLayouts =
 INSTANTIATE_TEST_SUITE_P(
     Orders, DeviceNcclHostsTest,
     ::testing::Combine(::testing::Values(Progress::kLate, Progress::kSeeded, Progress::kThreads), kLayouts));
+
+/// How what NCCL has reduced within hosts crosses them.
+struct Crossing {
+  std::vector<int> ranks;
+  TransportKind transport;
+  const char* tuning;
+};
+void PrintTo(const Crossing& crossing, std::ostream* out) {
+  *out << transport_name(crossing.transport) << " " << crossing.tuning;
+}
+
+class DeviceNcclCrossingTest : public ::testing::TestWithParam<Crossing> {
+ protected:
+  static constexpr std::size_t kCount = 30'001;
+
+  DeviceNcclCrossingTest() { ::setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1); }
+
+  GroupOptions options() const {
+    GroupOptions made = Layout{GetParam().ranks, NcclScope::kHierarchical}.options();
+    made.transport = GetParam().transport;
+    made.communicator.tuning = GetParam().tuning;
+    return made;
+  }
+  /// The allreduce of a problem, in place; its bits if any order of additions gives the same.
+  void expect_reduced(Communicator& communicator, const ReduceProblem& problem, CallMode mode) {
+    const DeviceBytes x(gpu_, problem.input(communicator.rank()));
+    Operation made = reduction_of(problem, nullptr, nullptr);
+    made.descriptor.key.order = Order::kAny;
+    made.on_devices = std::make_unique<DeviceArrays>();
+    made.on_devices->devices = devices_;
+    made.on_devices->input = made.on_devices->output = x.buffer();
+    made.input = made.output = x.buffer().address;
+    made.output_bytes = x.buffer().bytes;
+    perform(communicator, made, mode);
+    EXPECT_TRUE(x.seen() == problem.expected) << problem.text();
+  }
+
+  const NcclFolder folder_;
+  FakeGpu gpu_;
+  std::shared_ptr<Devices> devices_ = std::make_shared<Devices>(gpu_.driver());
+};
+
+TEST_P(DeviceNcclCrossingTest, EveryKindOfNumber) {
+  RankGroup group(options());
+  group.run([&](Communicator& communicator) {
+    for (const CallMode mode : kCallModes)
+      for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kInt32})
+        for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax}) {
+          if (op == ReduceOp::kMax && dtype != DType::kInt32) continue;  // not NCCL's
+          const std::size_t count = 4 * kCount / dtype_size(dtype);
+          expect_reduced(communicator, exact_problem(dtype, {op}, count, communicator.size()), mode);
+        }
+  });
+  // What each rank has of a host's sums, and nothing else: once in each operation.
+  EXPECT_EQ(gpu_.calls("copy_to_host"), 2 * 5 * group.size());
+}
+
+// The first rank of each host is in none, and ranks have other numbers.
+TEST_P(DeviceNcclCrossingTest, AGroupOfAPartOfEachHost) {
+  GroupOptions larger = options();
+  for (int& ranks : larger.layout) ++ranks;
+  larger.size += static_cast<int>(larger.layout.size());
+  larger.communicator.tuning.clear();
+  std::vector<int> first{0};
+  for (const int ranks : larger.layout) first.push_back(first.back() + ranks);
+  RankGroup(larger).run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const bool is_first = std::ranges::find(first, rank) != first.end();
+    const auto part = communicator.split(is_first ? 1 : 0, -rank, {});
+    if (is_first) return;
+    for (const CallMode mode : kCallModes)
+      expect_reduced(*part, exact_problem(DType::kFloat32, {ReduceOp::kSum}, kCount, part->size()), mode);
+  });
+  EXPECT_EQ(gpu_.calls("copy_to_host"), 2 * options().size);
+}
+
+TEST_P(DeviceNcclCrossingTest, AModeLeavesNothingToNccl) {
+  GroupOptions forced = options();
+  forced.communicator.tuning.clear();
+  forced.communicator.mode = "2x" + std::to_string(forced.layout.size()) + "p";
+  RankGroup(forced).run([&](Communicator& communicator) {
+    expect_reduced(communicator,
+                   exact_problem(DType::kFloat32, {ReduceOp::kSum}, kCount, communicator.size()),
+                   CallMode::kSync);
+  });
+  EXPECT_TRUE(std::filesystem::is_empty(folder_.path()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Crossings, DeviceNcclCrossingTest,
+                         ::testing::Values(Crossing{{2, 2}, TransportKind::kClusterMpi, ""},
+                                           Crossing{{2, 2, 2}, TransportKind::kClusterRelayed, ""},
+                                           Crossing{{2, 2, 2}, TransportKind::kCluster, "0- 2x3r"},
+                                           Crossing{{2, 2}, TransportKind::kCluster, "0- 2x2t"}));
 
 /// A setting that asks for NCCL on several hosts, and what rank 0 says of it; null: nothing.
 struct Asked {

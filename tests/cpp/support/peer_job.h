@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -46,30 +45,6 @@ struct PeerJob {
     gpu.synchronize(stream);
     return seen;
   }
-};
-
-/// Of any dtype, written by a kernel that has not run yet.
-class DeviceBytes {
- public:
-  DeviceBytes(FakeGpu& gpu, const Bytes& values) : DeviceBytes(gpu, values, gpu.make_stream(0)) {}
-  DeviceBytes(FakeGpu& gpu, const Bytes& values, std::uintptr_t stream) : gpu_(gpu), stream_(stream) {
-    buffer_ = {gpu.allocate(0, values.size()), values.size(), MemoryKind::kDevice, 0, stream_};
-    gpu.launch(stream_, [memory = gpu.view(buffer_.address), values] {
-      std::memcpy(memory, values.data(), values.size());
-    });
-  }
-  Bytes seen() const {
-    Bytes seen(buffer_.bytes);
-    gpu_.launch(stream_, [&] { std::memcpy(seen.data(), gpu_.view(buffer_.address), seen.size()); });
-    gpu_.synchronize(stream_);
-    return seen;
-  }
-  const Buffer& buffer() const { return buffer_; }
-
- private:
-  FakeGpu& gpu_;
-  const std::uintptr_t stream_;
-  Buffer buffer_;
 };
 
 }  // namespace multiring::testing
