@@ -41,6 +41,21 @@ bool PeerMemory::serves(const Operation& operation, int ranks) const {
   return why.empty();
 }
 
+std::string PeerMemory::make(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                             std::size_t bytes, std::unique_ptr<PeerBuffers>& buffers) {
+  auto made =
+      std::make_unique<PeerBuffers>(operation.on_devices->devices, operation.descriptor.offered_device);
+  const std::string refusal = made->set_up(exchange, call, bytes);
+  if (!refusal.empty()) return refusal;
+  if (buffers != nullptr) {
+    made->kernels = buffers->kernels;
+    // To close them may take as long as all that their device has been given.
+    outgrown_.push_back(std::move(buffers));
+  }
+  buffers = std::move(made);
+  return "";
+}
+
 bool PeerMemory::prepare(Exchange& exchange, const OperationCall& call, const Operation& operation) {
   agreed_ = nullptr;
   const auto [found, is_new] = made_.try_emplace(offered_devices(exchange));
@@ -51,27 +66,15 @@ bool PeerMemory::prepare(Exchange& exchange, const OperationCall& call, const Op
   const std::size_t wanted = buffer_bytes(most);
   const int dtype = static_cast<int>(operation.dtype());
   const bool reduces = traits_of(operation.descriptor).reduces;
-  const bool compiles = reduces && (is_new || !buffers->kernels.contains(dtype));
+  const bool grows = is_new || (buffers->bytes < wanted && !buffers->is_largest);
   // What allocates, maps and loads may wait for all that the device does, and could not be ended.
-  if (is_new || compiles || (buffers->bytes < wanted && !buffers->is_largest))
+  if (grows || (reduces && !buffers->kernels.contains(dtype)))
     await_part(operation, Staging::kAll, exchange, call);
   std::string refusal;
-  if (is_new || (buffers->bytes < wanted && !buffers->is_largest)) {
-    auto larger =
-        std::make_unique<PeerBuffers>(operation.on_devices->devices, operation.descriptor.offered_device);
-    refusal = larger->set_up(exchange, call, wanted);
-    if (refusal.empty()) {
-      if (!is_new) {
-        larger->kernels = buffers->kernels;
-        // To close them may take as long as all that their device has been given.
-        outgrown_.push_back(std::move(buffers));
-      }
-      buffers = std::move(larger);
-    } else if (!is_new) {
-      buffers->is_largest = true;  // arrays pass through them in segments
-      refusal.clear();
-    }
-  }
+  if (is_new) refusal = make(exchange, call, operation, kMinBuffer, buffers);
+  if (grows && refusal.empty() && buffers->bytes < wanted)
+    // Without larger ones arrays pass through these in segments.
+    buffers->is_largest = !make(exchange, call, operation, wanted, buffers).empty();
   if (reduces && refusal.empty() && !buffers->kernels.contains(dtype))
     refusal = buffers->compile(exchange, call, operation.dtype());
   if (exchange.rank() == 0 && !refusal.empty()) tell(refusal, buffers != nullptr);

@@ -46,6 +46,9 @@ class MULTIRING_API PeerMemory : Immovable {
   void release();
 
  private:
+  /// Replaces `buffers`, or there is a reason why not, the same on all ranks.
+  std::string make(Exchange& exchange, const OperationCall& call, const Operation& operation,
+                   std::size_t bytes, std::unique_ptr<PeerBuffers>& buffers);
   void tell(const std::string& refusal, bool of_kernels) const;
 
   std::map<std::vector<int>, std::unique_ptr<PeerBuffers>> made_;  // by rank; null: not usable

@@ -149,21 +149,25 @@ TEST(DevicePeerMemoryTest, AtMostSixteenRanks) {
 
 // Then arrays pass in segments, as they did; without a word, as nothing goes another way.
 TEST(DevicePeerMemoryTest, LargerBuffersThatCannotBeHad) {
-  PeerJob job(2);
-  job.group.run([&](Communicator& communicator) {
-    const DeviceArray x = job.array(kCount, 1);
-    const DeviceArray large = job.array(900'000, 1);
-    run(communicator, allreduce_of(x, x, job.devices));
-    run(communicator, barrier_operation());
-    if (communicator.rank() == 1) job.gpu.fail_next("memory_alloc", cuda::kOutOfMemory);
-    run(communicator, barrier_operation());
-    for (const DeviceArray* each : {&large, &x, &large})
-      run(communicator, allreduce_of(*each, *each, job.devices));
-    EXPECT_EQ(large.seen(), std::vector<float>(900'000, 4));
-    EXPECT_EQ(x.seen(), std::vector<float>(kCount, 4));
-  });
-  EXPECT_EQ(job.copies(), 0);
-  EXPECT_EQ(job.warnings, std::vector<std::string>());
+  for (const bool comes_first : {false, true}) {
+    PeerJob job(2);
+    job.group.run([&](Communicator& communicator) {
+      const DeviceArray x = job.array(kCount, 1);
+      const DeviceArray large = job.array(900'000, 1);
+      if (!comes_first) run(communicator, allreduce_of(x, x, job.devices));
+      run(communicator, barrier_operation());
+      // Both ranks' small buffers are made before.
+      if (communicator.rank() == 1)
+        job.gpu.fail_next("memory_alloc", cuda::kOutOfMemory, comes_first ? 2 : 0);
+      run(communicator, barrier_operation());
+      for (const DeviceArray* each : {&large, &x, &large})
+        run(communicator, allreduce_of(*each, *each, job.devices));
+      EXPECT_EQ(large.seen(), std::vector<float>(900'000, 4));
+      EXPECT_EQ(x.seen(), std::vector<float>(kCount, comes_first ? 2 : 4));
+    });
+    EXPECT_EQ(job.copies(), 0);
+    EXPECT_EQ(job.warnings, std::vector<std::string>());
+  }
 }
 
 // A rank that cannot do its part at the start has all pass through the host, then and later.

@@ -71,9 +71,9 @@ int FakeGpu::orderings(Ordering ordering) {
   return machine_.orderings(ordering);
 }
 
-void FakeGpu::fail_next(const std::string& function, cuda::Result result) {
+void FakeGpu::fail_next(const std::string& function, cuda::Result result, int after) {
   const Lock lock(machine_.mutex());
-  machine_.fail(function, result);
+  machine_.fail(function, result, after);
 }
 
 void FakeGpu::set_lateness(int queries) {

@@ -40,8 +40,8 @@ class FakeGpu : Immovable {
   void ignore_own_record(int number);
   /// Those of them so far.
   int orderings(Ordering ordering);
-  /// The next call of a function, by its name in `Driver`, fails.
-  void fail_next(const std::string& function, cuda::Result result);
+  /// The next call of a function, by its name in `Driver`, fails, or the one after so many more.
+  void fail_next(const std::string& function, cuda::Result result, int after = 0);
   /// How often an event is found incomplete before its work is done.
   void set_lateness(int queries);
   /// Calls of a function so far.
