@@ -10,7 +10,6 @@ constexpr const char* kLibrary = "libcuda.so.1";
 
 void fill_for_peers(const SharedLibrary& library, Driver* driver) {
   FunctionFinder find(library);
-  find("cuMemcpyDtoDAsync_v2", &driver->copy_on_device);
   find("cuDeviceGetAttribute", &driver->device_attribute);
   find("cuModuleLoadData", &driver->module_load);
   find("cuModuleGetFunction", &driver->module_function);
@@ -49,6 +48,7 @@ std::string fill(const SharedLibrary& library, Driver* driver) {
   find("cuMemFree_v2", &driver->memory_free);
   find("cuMemcpyDtoHAsync_v2", &driver->copy_to_host);
   find("cuMemcpyHtoDAsync_v2", &driver->copy_to_device);
+  find("cuMemcpyDtoDAsync_v2", &driver->copy_on_device);
   fill_for_peers(library, driver);
   return find.missing();
 }
