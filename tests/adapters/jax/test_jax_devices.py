@@ -22,7 +22,7 @@ from tests.support import REPOSITORY
 
 # Of each struct what is read or written, here and in XLA's header.
 _STRUCTS = {
-    "ExtensionBase XLA_FFI_Extension_Base": "struct_size type next",
+    "ExtensionBase Extension": "struct_size type next",
     "ApiVersion XLA_FFI_Api_Version": "struct_size major_version minor_version",
     "ErrorCreateArgs XLA_FFI_Error_Create_Args": "struct_size message code=errc",
     "StreamGetArgs XLA_FFI_Stream_Get_Args": "struct_size context=ctx stream",
@@ -70,7 +70,14 @@ def test_the_mirror_of_xlas_header(tmp_path: Path) -> None:
         pytest.skip(f"there is no C++ compiler ({compiler})")
     source = tmp_path / "mirror.cpp"
     lines = [f"static_assert({each});" for each in _assertions()]
-    head = ['#include "xla/ffi/api/c_api.h"', '#include "xla_ffi.h"', "namespace ours = multiring::xla;"]
+    head = [
+        "#include <type_traits>",
+        '#include "xla/ffi/api/c_api.h"',
+        '#include "xla_ffi.h"',
+        "namespace ours = multiring::xla;",
+    ]
+    # Its name differs between versions.
+    head += ["using Extension = std::remove_pointer_t<decltype(XLA_FFI_CallFrame::extension_start)>;"]
     source.write_text("\n".join([*head, *lines, ""]))
     folders = ["-I", jax.ffi.include_dir(), "-I", str(REPOSITORY / "adapters" / "jax" / "native")]
     command = [compiler, "-std=c++20", "-fsyntax-only", "-Wno-invalid-offsetof", *folders, str(source)]
