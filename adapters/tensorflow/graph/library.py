@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 __all__ = [
     "abort",
     "is_asynchronous",
-    "on_host",
     "native_library",
     "native_ops",
     "number_of",
+    "on_host",
     "rank_and_size",
     "register_one_rank",
 ]
