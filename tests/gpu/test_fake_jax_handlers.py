@@ -230,7 +230,7 @@ def test_fake_state_that_cannot_be_read(comm: Communicator) -> None:
             program.check([x], ["w"], 1)
 
 
-BY_NCCL = """
+STAYING = """
 import numpy as np
 import multiring
 from tests.gpu import fake_arrays
@@ -251,11 +251,14 @@ with fake_arrays.stream(comm.rank) as stream:
         assert calls(b"copy_to_host") == before
         assert ((total + 1).get() == 2 * seed + 2).all()
         assert (joined.get() == np.repeat([seed, seed + 1], 1 << 16)).all()
-print("by NCCL", flush=True)
+print("stayed there", flush=True)
 """
 
 
-def test_fake_nccl_takes_them(tmp_path: Path) -> None:
-    environment = stand_in.with_nccl(tmp_path) | {"MULTIRING_ORDER": "any"}
-    ended = run_job(2, BY_NCCL, code=0, env=environment)
-    assert ended.stdout.count("by NCCL") == 2, ended.stdout + ended.stderr
+@pytest.mark.parametrize("by", ["nccl", pytest.param("peer memory", marks=pytest.mark.full)])
+def test_fake_arrays_that_stay_on_their_devices(tmp_path: Path, by: str) -> None:
+    asked = (
+        stand_in.with_nccl(tmp_path) | {"MULTIRING_ORDER": "any"} if by == "nccl" else stand_in.with_nvrtc()
+    )
+    ended = run_job(2, STAYING, code=0, env=asked)
+    assert ended.stdout.count("stayed there") == 2, ended.stdout + ended.stderr
