@@ -24,7 +24,7 @@ from multiring.jax.internals import (
     kept_with_program,
     number_in_program,
 )
-from multiring.jax.library import ENTER
+from multiring.jax.library import ENTER, PLATFORMS
 
 __all__ = ["counters_around", "ffi_call"]
 
@@ -102,4 +102,5 @@ def _counted(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _kind, (_primitive, _rule) in CONTROL_FLOW.items():
-    mlir.register_lowering(_primitive, _counted(_kind, _rule), platform="cpu")
+    for _platform in PLATFORMS:
+        mlir.register_lowering(_primitive, _counted(_kind, _rule), platform=_platform)

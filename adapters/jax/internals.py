@@ -48,6 +48,13 @@ class _CollectiveEffect(effects.Effect):
     def __str__(self) -> str:
         return "multiring"
 
+    def __repr__(self) -> str:
+        """What JAX's error says of a program on several devices."""
+        return (
+            "collectives of multiring, which works with one device per process: start more processes "
+            "instead, or move the arrays to one device with jax.device_put"
+        )
+
 
 class ThreadEffect(effects.Effect):
     """Tells which thread runs a compiled program, which JAX says nowhere else.
@@ -73,6 +80,8 @@ class ThreadEffect(effects.Effect):
 
     def __str__(self) -> str:
         return f"multiring{list(self.key)}"
+
+    __repr__ = __str__
 
 
 COLLECTIVE = _CollectiveEffect()

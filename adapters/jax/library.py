@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import itertools
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +20,11 @@ from multiring.jax.internals import ThreadEffect, forget_failed_programs
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["CHECK", "DONE", "ENTER", "START", "library", "number_of", "thread_effect"]
+__all__ = ["CHECK", "DONE", "ENTER", "PLATFORMS", "START", "library", "number_of", "thread_effect"]
 
 START, DONE, CHECK, ENTER = "multiring_start", "multiring_done", "multiring_check", "multiring_enter"
+# Where programs with collectives run, as JAX calls it, and as its registry of handlers does.
+PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 
 _leaving = False
 # Number of the queue of each communicator that has been used; the communicator itself holds the queue.
@@ -44,16 +47,19 @@ def library() -> ctypes.CDLL:
         raise InternalError(
             f"the native part of multiring.jax does not load; reinstall multiring: {error}"
         ) from error
-    for target in (START, DONE, CHECK, ENTER):
+    for target, (platform, registry) in itertools.product((START, DONE, CHECK, ENTER), PLATFORMS.items()):
         symbol = target.replace("multiring_", "multiring_jax_")
+        if platform != "cpu" and target != ENTER:  # which touches no array
+            symbol += f"_{platform}"
         try:
             capsule = jax.ffi.pycapsule(getattr(loaded, symbol))  # type: ignore[no-untyped-call]
-            jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+            jax.ffi.register_ffi_target(target, capsule, platform=registry)
         except Exception as error:
             raise UsageError(
                 f"JAX {jax.__version__} does not accept the handlers of this multiring ({error}); update "
                 "multiring, or install an older JAX"
             ) from error
+    _core.tell_sites()
     initialization.at_shutdown(_invalidate)
     # Handlers run in the reverse order: this one before JAX waits for programs, whose errors have been
     # reported already, and before the world is left.

@@ -17,7 +17,7 @@ from multiring import _core as native
 from multiring.errors import UsageError
 from multiring.jax.control_flow import counters_around, ffi_call
 from multiring.jax.internals import COLLECTIVE, abstract_token, number_in_program
-from multiring.jax.library import DONE, START, thread_effect
+from multiring.jax.library import DONE, PLATFORMS, START, thread_effect
 from multiring.reductions import reduce_op
 
 __all__ = [
@@ -252,7 +252,7 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
         "root": np.int64(call.root),
         "prescale": np.float64(call.prescale),
         "postscale": np.float64(call.postscale),
-        "alias": call.keeps_shape,
+        "alias": True,
         "ordered": np.int64(call.ordered),
         "inside": inside,
     }
@@ -264,7 +264,9 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
     for number, bucket in enumerate(call.buckets):
         members = bucket.members
         given = [ctx.avals_in[i] for i in members]
-        made = [ctx.avals_out[i] for i in members]
+        results_of = [ctx.avals_out[i] for i in members]
+        # Where results have other shapes, what is sent is kept beside them until the end.
+        made = results_of if call.keeps_shape else [*given, *results_of]
         results = ffi_call(
             ctx,
             START,
@@ -279,14 +281,15 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
             **attributes,
         )
         token = results[0]
-        pending.append((members, made, results[1:]))
+        pending.append((members, made, results_of, results[1:]))
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({COLLECTIVE: token})))
     found: list[Any] = [None] * len(operands)
     landed = token  # one end after the other: they wait in one of XLA's threads, not in all of them
-    for members, made, values in pending:
+    for members, made, results_of, values in pending:
         avals = [abstract_token, ticket, *made]
+        first = 2 + len(made) - len(results_of), 1
         landed, *values = ffi_call(
-            ctx, DONE, [landed, *values], avals, [abstract_token, *made], (2, 1), alias=True
+            ctx, DONE, [landed, *values], avals, [abstract_token, *results_of], first, alias=True
         )
         for i, value in zip(members, values, strict=True):
             found[i] = value
@@ -296,9 +299,11 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
 def _refuse(ctx: Any, *operands: Any, call: Collective) -> Any:
     raise UsageError(
         f"rank {call.rank}: {call.kind} '{call.buckets[0].name}' was called on "
-        f"{ctx.module_context.platforms[0]}; collectives take arrays on the CPU, see jax.default_device"
+        f"{ctx.module_context.platforms[0]}; collectives take arrays on the CPU and on CUDA's devices, see "
+        "jax.default_device"
     )
 
 
-mlir.register_lowering(collective_p, _lower, platform="cpu", cacheable=False)
+for _platform in PLATFORMS:
+    mlir.register_lowering(collective_p, _lower, platform=_platform, cacheable=False)
 mlir.register_lowering(collective_p, _refuse, cacheable=False)

@@ -75,9 +75,14 @@ def _copy(comm: Communicator, name: str, leaf: Any) -> np.ndarray[Any, Any]:
 
 def _like(leaf: Any, copy: np.ndarray[Any, Any], weak_type: bool) -> Any:
     if _is_key(leaf):
-        return jax.random.wrap_key_data(jnp.asarray(copy), impl=jax.random.key_impl(leaf))
+        return _placed(jax.random.wrap_key_data(jnp.asarray(copy), impl=jax.random.key_impl(leaf)), leaf)
     if isinstance(leaf, np.ndarray | np.generic):
         return copy if isinstance(leaf, np.ndarray) else copy[()]
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)(copy[()])
-    return with_weak_type(jnp.asarray(copy), bool(weak_type))
+    return with_weak_type(_placed(jnp.asarray(copy), leaf), bool(weak_type))
+
+
+def _placed(made: jax.Array, leaf: Any) -> jax.Array:
+    """On the device of a leaf, if the program has chosen that."""
+    return jax.device_put(made, leaf.sharding) if getattr(leaf, "committed", False) else made

@@ -17,7 +17,7 @@ from multiring.gradients.options import check_interval
 from multiring.jax.arguments import DTYPES, resolve
 from multiring.jax.control_flow import ffi_call
 from multiring.jax.internals import COLLECTIVE, abstract_token
-from multiring.jax.library import CHECK, number_of, thread_effect
+from multiring.jax.library import CHECK, PLATFORMS, number_of, thread_effect
 from multiring.jax.primitive import site_in_program
 from multiring.jax.trees import named, named_leaves
 from multiring.state.advice import advice_in_general
@@ -153,4 +153,5 @@ check_p.def_effectful_abstract_eval(
 )
 ad.primitive_jvps[check_p] = _without_results
 batching.primitive_batchers[check_p] = _without_results
-mlir.register_lowering(check_p, _lower, platform="cpu", cacheable=False)
+for _platform in PLATFORMS:
+    mlir.register_lowering(check_p, _lower, platform=_platform, cacheable=False)

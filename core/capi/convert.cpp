@@ -1,6 +1,8 @@
 #include "capi/convert.h"
 
 #include <algorithm>
+#include <memory>
+#include <utility>
 
 #include "base/text.h"
 #include "collective/kinds.h"
@@ -24,7 +26,29 @@ void check_extent(const mr_operation& asked, std::size_t element_size) {
     if (__builtin_mul_overflow(bytes, asked.shape[dim], &bytes)) refuse("the shape is too large for memory");
 }
 
+void place_on_devices(Operation& operation, void* stream) {
+  auto arrays = std::make_unique<DeviceArrays>();
+  const std::size_t bytes = operation.input != nullptr ? operation.descriptor.bytes : 0;
+  try {
+    arrays->devices = Devices::require();
+    arrays->input = locate(*arrays->devices, operation.input, bytes, stream);
+    arrays->output = locate(*arrays->devices, operation.output, operation.output_bytes, stream);
+  } catch (const Error& error) {
+    throw Error(error.kind(), describe(operation.descriptor) + ": " + error.what());
+  }
+  if (arrays->input.on_device() || arrays->output.on_device()) operation.on_devices = std::move(arrays);
+}
+
 }  // namespace
+
+Buffer locate(const Devices& devices, const void* address, std::size_t bytes, void* stream) {
+  Buffer found{.address = static_cast<std::byte*>(const_cast<void*>(address)), .bytes = bytes};
+  if (bytes == 0) return found;
+  if (stream != nullptr) found.stream = reinterpret_cast<std::uintptr_t>(stream);
+  devices.locate(found);
+  if (!found.on_device()) refuse("the array does not lie in a device's memory, but in the host's");
+  return found;
+}
 
 void refuse(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
 
@@ -89,6 +113,7 @@ Operation convert(const mr_operation& asked, int size) {
     refuse(describe(descriptor) + " needs an output of " + std::to_string(descriptor.bytes) + " bytes");
   if (descriptor.bytes > 0 && traits.needs_input && asked.input == nullptr)
     refuse(describe(descriptor) + " needs an input");
+  if (asked.on_device != 0) place_on_devices(operation, asked.stream);
   if (asked.kind == MR_ALLTOALL)
     for (int rank = 0; rank < size; ++rank)
       operation.splits.push_back(

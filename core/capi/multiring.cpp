@@ -1,20 +1,25 @@
 #include "multiring.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <new>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/hash/checksum.h"
 #include "base/text.h"
 #include "capi/convert.h"
 #include "capi/queue.h"
 #include "collective/kinds.h"
+#include "device/devices.h"
+#include "device/staging.h"
 
 struct mr_work {
   std::shared_ptr<multiring::Work> work;
@@ -69,6 +74,36 @@ NamedRequest::Done calling(mr_queue* queue, mr_done done, void* context) {
   };
 }
 
+/// What fails on a device breaks the queue on all ranks, but for what the caller has asked for wrongly.
+template <class Body>
+mr_status on_device(mr_queue* queue, mr_error* error, const Body& body) {
+  return guarded(queue, error, [&] {
+    try {
+      body(*Devices::require());
+    } catch (const DeviceError& failure) {
+      ErrorContext context;
+      context.rank = queue->rank();
+      context.host = queue->host();
+      const Error named(failure.kind(), "rank " + std::to_string(context.rank) + ": " + failure.what(),
+                        context);
+      if (failure.kind() != ErrorKind::kUsage) queue->get()->abort(named);
+      throw named;
+    }
+  });
+}
+
+/// Returns when the copies to the host are there.
+void await(Staging& staging, double seconds) {
+  constexpr std::chrono::microseconds kPause(20);
+  for (const Deadline deadline = Deadline::after(seconds); !staging.arrived();
+       std::this_thread::sleep_for(kPause))
+    if (deadline.expired())
+      throw DeviceError(ErrorKind::kTimeout,
+                        "waited " + seconds_text(deadline.elapsed()) +
+                            " for the device to finish the work that makes the array. Does a kernel of the "
+                            "program never end? MULTIRING_TIMEOUT sets how long to wait");
+}
+
 }  // namespace
 }  // namespace multiring
 
@@ -113,6 +148,28 @@ void mr_queue_keep(mr_queue* queue, mr_error* error, const char* more) {
     const std::string text = given.what() + std::string(more != nullptr ? more : "");
     multiring::copy_cut(error->message, text);
     error->number = queue->keep(Error(given.kind(), text, given.context()));
+  });
+}
+
+mr_status mr_device_copy(mr_queue* queue, void* to, const void* from, size_t bytes, void* stream,
+                         mr_error* error) {
+  if (bytes == 0) return MR_OK;
+  return multiring::on_device(queue, error, [&](multiring::Devices& devices) {
+    devices.copy(multiring::locate(devices, to, bytes, stream), static_cast<const std::byte*>(from));
+  });
+}
+
+mr_status mr_device_read(mr_queue* queue, void* to, const void* from, size_t bytes, void* stream,
+                         mr_error* error) {
+  if (bytes == 0) return MR_OK;
+  return multiring::on_device(queue, error, [&](multiring::Devices& devices) {
+    const multiring::Buffer source = multiring::locate(devices, from, bytes, stream);
+    multiring::Staging staging(devices.shared_from_this());
+    std::byte* const memory = staging.reserve(source);
+    staging.copy_to_host(source, memory);
+    staging.start();
+    multiring::await(staging, queue->get()->timeout());
+    std::memcpy(to, memory, bytes);
   });
 }
 

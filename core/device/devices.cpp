@@ -22,6 +22,20 @@ std::size_t pinned_size(std::size_t bytes) {
 
 }  // namespace
 
+std::shared_ptr<Devices> Devices::of_process(std::string* why) {
+  const cuda::Driver* const driver = cuda::Driver::find(why);
+  if (driver == nullptr) return nullptr;
+  static auto* const devices = new std::shared_ptr<Devices>(std::make_shared<Devices>(*driver));
+  return *devices;
+}
+
+std::shared_ptr<Devices> Devices::require() {
+  std::string why;
+  std::shared_ptr<Devices> devices = of_process(&why);
+  if (devices == nullptr) throw DeviceError(ErrorKind::kUsage, "device memory without a driver: " + why);
+  return devices;
+}
+
 Devices::Current::Current(Devices& devices, int device) : driver_(devices.driver()) {
   driver_.check(driver_.context_push(devices.get(device).context), cuda::on("cuCtxPushCurrent", device));
   driver_.exchange_capture_mode(&capture_mode_);
@@ -76,6 +90,32 @@ void Devices::locate(Buffer& buffer) const {
                 : type == cuda::kHostMemory   ? MemoryKind::kPinnedHost
                                               : MemoryKind::kHost;
   buffer.device = buffer.kind == MemoryKind::kHost ? -1 : ordinal;
+}
+
+// Events of a captured stream would make the streams of copies part of the graph.
+void Devices::refuse_capture(int device, cuda::Stream stream) const {
+  int capturing = 0;
+  const cuda::Result result = driver_.stream_is_capturing(stream, &capturing);
+  if (result == cuda::kInvalidContext || result == cuda::kInvalidHandle)
+    throw DeviceError(ErrorKind::kUsage,
+                      "the array on device " + std::to_string(device) +
+                          " names a stream of another device; make its device the current one, so that its "
+                          "library names a stream of that");
+  if (capturing != 0 || cuda::is_of_capture(result))
+    throw DeviceError(ErrorKind::kUsage,
+                      "the stream of the array on device " + std::to_string(device) +
+                          " is being captured into a graph, which an operation that needs the "
+                          "host cannot be part of; call it outside of the capture");
+  driver_.check(result, cuda::on("cuStreamIsCapturing", device));
+}
+
+void Devices::copy(const Buffer& to, const std::byte* from) {
+  const auto stream = reinterpret_cast<cuda::Stream>(to.stream);
+  const Current current(*this, to.device);
+  refuse_capture(to.device, stream);
+  driver_.check(driver_.copy_on_device(reinterpret_cast<cuda::Pointer>(to.address),
+                                       reinterpret_cast<cuda::Pointer>(from), to.bytes, stream),
+                cuda::on("cuMemcpyDtoDAsync", to.device) + " of " + std::to_string(to.bytes) + " bytes");
 }
 
 // Memory that is kept would keep this, and this keeps the memory.

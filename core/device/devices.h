@@ -31,9 +31,21 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
 
   explicit Devices(const cuda::Driver& driver) : driver_(driver) {}
 
+  /// Those of this process, for arrays that others have made; null, with the reason in `why`, if there is no
+  /// driver that can be used. Made at the first call, and never freed: arrays may be freed when the driver
+  /// has ended.
+  static std::shared_ptr<Devices> of_process(std::string* why);
+  /// The same; a usage error if there is no driver.
+  static std::shared_ptr<Devices> require();
+
   const cuda::Driver& driver() const { return driver_; }
   /// Kind and device of memory of which only the address is known; the rest of `buffer` stays.
   void locate(Buffer& buffer) const;
+  /// A usage error if the stream is being captured into a graph, or is of another device. Its device's
+  /// context has to be current.
+  void refuse_capture(int device, cuda::Stream stream) const;
+  /// Gives the stream of `to` a copy of as many bytes on its device.
+  void copy(const Buffer& to, const std::byte* from);
 
   /// Host memory that devices copy to and from; goes back when the last reference is gone.
   std::shared_ptr<std::byte> pinned(int device, std::size_t bytes);

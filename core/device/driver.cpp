@@ -53,8 +53,7 @@ class DriverFinder {
 };
 
 void fill_for_peers(const SharedLibrary& library, Driver* driver) {
-  DriverFinder find(library, driver->is_hip);
-  find("cuMemcpyDtoDAsync_v2", &driver->copy_on_device);
+  FunctionFinder find(library);
   find("cuDeviceGetAttribute", &driver->device_attribute);
   find("cuModuleLoadData", &driver->module_load);
   find("cuModuleGetFunction", &driver->module_function);
@@ -94,6 +93,7 @@ std::string fill(const SharedLibrary& library, Driver* driver) {
   find("cuMemFree_v2", &driver->memory_free);
   find("cuMemcpyDtoHAsync_v2", &driver->copy_to_host);
   find("cuMemcpyHtoDAsync_v2", &driver->copy_to_device);
+  find("cuMemcpyDtoDAsync_v2", &driver->copy_on_device);
   if (!driver->is_hip) fill_for_peers(library, driver);
   return find.missing();
 }

@@ -94,10 +94,10 @@ struct MULTIRING_API Driver {
   Result (*memory_free)(Pointer memory);
   Result (*copy_to_host)(void* to, Pointer from, std::size_t bytes, Stream stream);
   Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
+  Result (*copy_on_device)(Pointer to, Pointer from, std::size_t bytes, Stream stream);
 
   // What peer memory needs besides; without these the others serve all the same. HIP's are not taken: there
   // is no kernel for it.
-  Result (*copy_on_device)(Pointer to, Pointer from, std::size_t bytes, Stream stream);
   Result (*device_attribute)(int* value, DeviceAttribute attribute, Device device);
   Result (*module_load)(Module* module, const void* image);
   Result (*module_function)(Function* function, Module module, const char* name);

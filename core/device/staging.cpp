@@ -35,7 +35,6 @@ Staging::Recorded Staging::record(int device, cuda::Stream stream) {
   return recorded;
 }
 
-// Events of a captured stream would make the streams of copies part of the graph.
 void Staging::order_after(const Buffer& array) {
   const cuda::Stream stream = stream_of(array, devices_->driver());
   const auto same = [&](const Recorded& each) {
@@ -43,19 +42,7 @@ void Staging::order_after(const Buffer& array) {
   };
   if (std::ranges::any_of(before_, same)) return;
   const Devices::Current current(*devices_, array.device);
-  int capturing = 0;
-  const cuda::Result result = devices_->driver().stream_is_capturing(stream, &capturing);
-  if (result == cuda::kInvalidContext || result == cuda::kInvalidHandle)
-    throw DeviceError(ErrorKind::kUsage,
-                      "the array on device " + std::to_string(array.device) +
-                          " names a stream of another device; make its device the current one, so that its "
-                          "library names a stream of that");
-  if (capturing != 0 || cuda::is_of_capture(result))
-    throw DeviceError(ErrorKind::kUsage,
-                      "the stream of the array on device " + std::to_string(array.device) +
-                          " is being captured into a graph, which an operation that needs the "
-                          "host cannot be part of; call it outside of the capture");
-  devices_->driver().check(result, cuda::on("cuStreamIsCapturing", array.device));
+  devices_->refuse_capture(array.device, stream);
   before_.push_back(record(array.device, stream));
 }
 

@@ -45,6 +45,7 @@ class MULTIRING_API NamedQueue : Immovable {
   int size() const { return data_->size(); }
   const std::string& name() const { return data_->name(); }
   std::string host() const { return data_->host(); }
+  double timeout() const { return data_->timeout(); }
 
   /// Queues the operations of a request and returns their works. Never waits; `done` is called on a thread of
   /// the queue or inside close(), never in here. If it raises, nothing was queued.

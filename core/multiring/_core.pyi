@@ -70,6 +70,7 @@ __all__: list[str] = [
     "pair_addresses",
     "plan_limit",
     "predict_steps",
+    "tell_sites",
 ]
 
 class Result:
@@ -1171,6 +1172,11 @@ def plan_limit(plan: Plan, model: CostModel) -> float:
 def predict_steps(plan: Plan, model: CostModel) -> list[float]:
     """
     Predicted seconds of each step in which chunks go whole.
+    """
+
+def tell_sites() -> None:
+    """
+    Lets libraries for devices be found in the folders of sys.path; for arrays of native code.
     """
 
 _interpreter: typing.Any

@@ -1,4 +1,4 @@
-"""What a test runs on: a library of arrays that sees a device here, named in the brackets after the test.
+"""What a test runs on: a library of arrays that sees a device here, by the test's name or its parameters.
 
 Tests with "fake" in their names run everywhere, in ranks that have a stand-in for the driver (stand_in.py);
 those of which a parameter is "cpu" do as well, with Torch's tensors on the CPU (late_tensors.py).
@@ -23,7 +23,7 @@ _missing = functools.cache(why_not)
 def _library(item: str) -> str:
     if "cpu" in item.partition("[")[2].rstrip("]").split("-"):
         return "cpu"
-    return next((name for name in ("cupy", "fake") if name in item), "torch")
+    return next((name for name in ("cupy", "fake", "jax") if name in item), "torch")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,13 @@ from tests.python.collectives.oracle import DTYPES, Bits
 _BUSY_CYCLES = 150_000_000
 
 
+_COUNTS: dict[str, Callable[[Any], int]] = {
+    "cupy": lambda cupy: int(cupy.cuda.runtime.getDeviceCount()),
+    "torch": lambda torch: int(torch.cuda.device_count()),
+    "jax": lambda jax: sum(device.platform == "gpu" for device in jax.devices()),
+}
+
+
 def why_not(library: str) -> str | None:
     """Why arrays of a library cannot be tried here; None: they can. "fake": those of the stand-in;
     "cpu": Torch's on the CPU."""
@@ -30,7 +37,7 @@ def why_not(library: str) -> str | None:
     except ImportError as error:
         return f"{library} is not installed: {error}"
     try:
-        count = module.cuda.runtime.getDeviceCount() if library == "cupy" else module.cuda.device_count()
+        count = _COUNTS[library](module)
     except Exception as error:
         return f"{library} sees no device: {error}"
     return None if count else f"{library} sees no device"

@@ -53,6 +53,7 @@ HIP_NAMES = {
     "hipFree": "cuMemFree_v2",
     "hipMemcpyDtoHAsync": "cuMemcpyDtoHAsync_v2",
     "hipMemcpyHtoDAsync": "cuMemcpyHtoDAsync_v2",
+    "hipMemcpyDtoDAsync": "cuMemcpyDtoDAsync_v2",
 }
 
 

@@ -51,7 +51,7 @@ bool answer_metadata(const CallFrame& frame) {
     metadata.version.minor_version = kMinor;
     if (frame.api != nullptr && frame.api->version.major_version == kMajor)
       metadata.version.minor_version = std::min(kMinor, frame.api->version.minor_version);
-    metadata.traits = 0;
+    metadata.traits = 0;  // so no call becomes part of a CUDA graph
     return true;
   }
   return false;
@@ -64,6 +64,14 @@ Error* make_error(const CallFrame& frame, const mr_error& error) {
   return frame.api->error_create(&args);
 }
 
+/// The stream of the program that makes the call; an error of XLA's own if it gives none.
+Error* find_stream(const CallFrame& frame, void** stream) {
+  StreamGetArgs args{sizeof(StreamGetArgs), nullptr, frame.context, nullptr};
+  Error* const error = frame.api->stream_get(&args);
+  *stream = args.stream;
+  return error;
+}
+
 }  // namespace
 
 Failure::Failure(mr_status status, const std::string& message) {
@@ -71,8 +79,12 @@ Failure::Failure(mr_status status, const std::string& message) {
   mr_error_set_message(&error, message.c_str());
 }
 
-Call::Call(const CallFrame& frame)
-    : frame_(frame), arguments_(buffers(frame.arguments)), results_(buffers(frame.results)) {}
+Call::Call(const CallFrame& frame, bool on_device, void* stream)
+    : frame_(frame),
+      on_device_(on_device),
+      stream_(stream),
+      arguments_(buffers(frame.arguments)),
+      results_(buffers(frame.results)) {}
 
 template <class T>
 const T* Call::find(std::string_view name, AttributeType type) const {
@@ -115,14 +127,18 @@ std::vector<std::uint64_t> Call::integers(std::string_view name) const {
   return {begin, begin + array->size};
 }
 
-Error* handle(const CallFrame* frame, void (*body)(const Call&)) {
+Error* handle(const CallFrame* frame, void (*body)(const Call&), bool on_device) {
   if (answer_metadata(*frame) || frame->stage != Stage::kExecute) return nullptr;
   try {
-    if (frame->struct_size < sizeof(CallFrame) || frame->api->version.major_version != kMajor)
+    if (frame->struct_size < sizeof(CallFrame) || frame->api->struct_size < sizeof(Api) ||
+        frame->api->version.major_version != kMajor)
       throw Failure(MR_USAGE, "XLA speaks another version of its foreign-function interface than " +
                                   std::to_string(kMajor) + "." + std::to_string(kMinor) +
                                   "; update multiring or use an older JAX");
-    body(Call(*frame));
+    void* stream = nullptr;
+    if (on_device)
+      if (Error* const error = find_stream(*frame, &stream)) return error;
+    body(Call(*frame, on_device, stream));
     return nullptr;
   } catch (const Failure& failure) {
     return make_error(*frame, failure.error);

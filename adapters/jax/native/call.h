@@ -22,11 +22,16 @@ struct Failure : std::exception {
 /// Read access to a call frame.
 class Call {
  public:
-  explicit Call(const CallFrame& frame);
+  /// `stream`: that of the device where all arrays lie; null, with `on_device` false: they lie on the host.
+  Call(const CallFrame& frame, bool on_device, void* stream);
 
   /// Arguments and results that hold data: tokens, which only order calls, are left out.
   const std::vector<const Buffer*>& arguments() const { return arguments_; }
   const std::vector<const Buffer*>& results() const { return results_; }
+
+  /// Whether the host must not touch the arrays, and the stream on which the program uses them.
+  bool on_device() const { return on_device_; }
+  void* stream() const { return stream_; }
 
   std::int64_t integer(std::string_view name) const;
   double real(std::string_view name) const;
@@ -38,12 +43,15 @@ class Call {
   template <class T>
   const T* find(std::string_view name, AttributeType type) const;
   const CallFrame& frame_;
+  const bool on_device_;
+  void* const stream_;
   std::vector<const Buffer*> arguments_;
   std::vector<const Buffer*> results_;
 };
 
-/// Runs a handler's body: answers the question for metadata, keeps exceptions out of the C ABI.
-Error* handle(const CallFrame* frame, void (*body)(const Call&));
+/// Runs a handler's body: answers the question for metadata, keeps exceptions out of the C ABI. `on_device`:
+/// it is the handler of a platform whose arrays lie on devices.
+Error* handle(const CallFrame* frame, void (*body)(const Call&), bool on_device = false);
 
 /// The lines of a text, at least one.
 std::vector<std::string> lines(const std::string& text);

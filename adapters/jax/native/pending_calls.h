@@ -17,9 +17,8 @@ namespace multiring::xla {
 /// A submission between its two calls.
 struct PendingCall {
   mr_queue* queue = nullptr;
-  std::vector<const void*> outputs;            // y, as `start` has seen it
-  std::vector<std::vector<std::byte>> inputs;  // copies of x
-  bool inside = false;                         // of a branch or a loop
+  std::vector<const void*> memory;  // what the operations work on: the last results of `start`
+  bool inside = false;              // of a branch or a loop
   bool done = false;
   std::unique_ptr<mr_error> failure;
 };
@@ -68,6 +67,21 @@ class PendingTable {
     return last_;
   }
 
+  /// The ticket of the call whose memory for it lies at an address, in the program. The host cannot read that
+  /// where it is a device's, but nothing else lies there from the start of a call to its end.
+  void note(const void* address, std::uint64_t ticket) {
+    const std::lock_guard lock(mutex_);
+    tickets_[address] = ticket;
+  }
+  std::uint64_t take_ticket(const void* address) {
+    const std::lock_guard lock(mutex_);
+    const auto found = tickets_.find(address);
+    if (found == tickets_.end()) throw without_start();
+    const std::uint64_t ticket = found->second;
+    tickets_.erase(found);
+    return ticket;
+  }
+
   /// The step that a submission belongs to, which is counted by the first one of each step.
   std::uint64_t step(const mr_queue* queue, const std::string& counter, bool first) {
     const std::lock_guard lock(mutex_);
@@ -111,8 +125,7 @@ class PendingTable {
     const auto found = calls_.find(ticket);
     if (found == calls_.end() && ticket <= forgotten_)
       throw Failure(MR_ABORTED, "the collective has ended with an earlier error of its communicator");
-    if (found == calls_.end())
-      throw Failure(MR_INTERNAL, "XLA has run the end of a collective without its start, or twice");
+    if (found == calls_.end()) throw without_start();
     const auto pending = found->second;
     calls_.erase(found);
     changed_.wait(lock, [&] { return pending->done; });
@@ -141,8 +154,13 @@ class PendingTable {
   }
 
  private:
+  static Failure without_start() {
+    return {MR_INTERNAL, "XLA has run the end of a collective without its start, or twice"};
+  }
+
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::unordered_map<const void*, std::uint64_t> tickets_;
   std::unordered_map<std::uint64_t, std::shared_ptr<PendingCall>> calls_;
   std::map<std::pair<const mr_queue*, std::string>, std::uint64_t> steps_;
   std::map<const mr_queue*, std::uint64_t> ordered_;

@@ -3,7 +3,7 @@
 //     check(token, x...) -> token
 //
 // What it reads are arguments, which stay where they are during the call. A step without a comparison costs
-// the call alone.
+// the call alone; one that compares what lies on a device waits for the work that makes it.
 
 #include <algorithm>
 #include <bit>
@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <map>
 
+#include "copies.h"
 #include "pending_calls.h"
 
 namespace multiring::xla {
@@ -71,6 +72,27 @@ std::map<std::uint64_t, std::vector<int>> by_value(const Numbers& rows, std::siz
   return found;
 }
 
+/// In pieces, as devices give them: the same for the same bits wherever they lie.
+std::uint64_t checksum_of(const Call& call, mr_queue* queue, const Buffer& array, std::uint64_t seed,
+                          const std::string& label) {
+  constexpr std::size_t kPiece = std::size_t{4} << 20;
+  const std::size_t bytes = byte_count(array);
+  std::vector<std::byte> room(call.on_device() ? std::min(bytes, kPiece) : 0);
+  std::uint64_t sum = seed;
+  std::size_t at = 0;
+  do {
+    const std::size_t piece = std::min(kPiece, bytes - at);
+    const std::byte* data = static_cast<const std::byte*>(array.data) + at;
+    if (call.on_device()) {
+      read(call, queue, room.data(), data, piece, "model check of '" + label + "'");
+      data = room.data();
+    }
+    sum = mr_checksum(data, piece, sum);
+    at += piece;
+  } while (at < bytes);
+  return sum;
+}
+
 enum class Scope : std::uint8_t { kNothing, kNumbers, kEverything };
 
 /// What a step compares, as multiring/state/check.py says.
@@ -94,7 +116,7 @@ void check(const Call& call) {
   for (std::size_t i = 0; i < arrays.size(); ++i) {
     const bool compared = scope == Scope::kEverything || element_count(*arrays[i]) == 1;
     const std::uint64_t label = mr_checksum(labels[i].data(), labels[i].size(), i);
-    sums.push_back(compared ? mr_checksum(arrays[i]->data, byte_count(*arrays[i]), label) : label);
+    sums.push_back(compared ? checksum_of(call, queue, *arrays[i], label, labels[i]) : label);
   }
 
   const Numbers row{sums.size(), mr_checksum(sums.data(), sums.size() * sizeof sums[0], 0)};
@@ -135,4 +157,8 @@ void check(const Call& call) {
 
 extern "C" MR_API multiring::xla::Error* multiring_jax_check(multiring::xla::CallFrame* frame) {
   return multiring::xla::handle(frame, multiring::xla::check);
+}
+
+extern "C" MR_API multiring::xla::Error* multiring_jax_check_cuda(multiring::xla::CallFrame* frame) {
+  return multiring::xla::handle(frame, multiring::xla::check, true);
 }

@@ -33,12 +33,23 @@ struct ErrorCreateArgs {
   int code;  // of absl
 };
 
+struct StreamGetArgs {
+  std::size_t struct_size;
+  ExtensionBase* extension_start;
+  void* context;
+  void* stream;  // out: a CUstream on CUDA's devices
+};
+
 struct Api {
   std::size_t struct_size;
   ExtensionBase* extension_start;
   ApiVersion version;
   const void* internal;
   Error* (*error_create)(ErrorCreateArgs*);
+  const void* error_get_message;
+  const void* error_destroy;
+  const void* handler_register;
+  Error* (*stream_get)(StreamGetArgs*);
 };
 
 enum class DataType : int {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from multiring import _core
+from multiring import _core, config
 from multiring.derived import shared_queue
 from multiring.error_text import address_for_native_code
 from multiring.errors import InternalError, UsageError
+from multiring.log import announce
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -23,6 +25,7 @@ __all__ = [
     "native_library",
     "native_ops",
     "number_of",
+    "on_host",
     "rank_and_size",
     "register_one_rank",
 ]
@@ -35,6 +38,7 @@ class _Library:
 
     Attributes:
         ops: Module with a function for each op.
+        has_devices: Whether TensorFlow sees GPUs, whose tensors it copies to the host for the ops.
         is_asynchronous: Whether operations wait without holding one of TensorFlow's threads.
         native: It, by its functions of the C ABI.
         ranks: Rank and size by the number of each queue.
@@ -45,6 +49,7 @@ class _Library:
         path = Path(_core.__file__).parent / "tensorflow" / _NAME
         if not path.exists():
             raise InternalError(f"{path} is missing: this installation of multiring is incomplete")
+        self.has_devices = bool(tf.config.list_physical_devices("GPU"))
         self.ranks: dict[int, tuple[int, int]] = {}
         self.ops = tf.load_op_library(str(path))
         self.native = ctypes.CDLL(str(path))
@@ -94,9 +99,29 @@ def register_one_rank() -> int:
 def number_of(comm: Communicator) -> int:
     """Number under which graphs refer to the communicator's queue. Collective at the first call."""
     if comm not in _numbers:
+        _tell_of_devices(comm)
         # Of two threads that come here at once, both register the one queue; one number is kept.
         _numbers.setdefault(comm, _library().register(shared_queue(comm, "tensorflow")))
     return _numbers[comm]
+
+
+@functools.cache
+def _announce_copies() -> None:
+    announce(
+        "TensorFlow has a GPU; gradients and other tensors of collectives pass through the host, for its "
+        "interface for ops gives no stream of a GPU"
+    )
+
+
+def _tell_of_devices(comm: Communicator) -> None:
+    if comm.rank == 0 and comm.size > 1 and _library().has_devices and not config.load().quiet:
+        _announce_copies()
+
+
+def on_host() -> Any:
+    """Where ops run, and what they give lies: a context. TensorFlow copies tensors of GPUs there and back,
+    with soft placement or without."""
+    return tf.device("CPU:0") if _library().has_devices else contextlib.nullcontext()
 
 
 def rank_and_size(number: int) -> tuple[int, int]:

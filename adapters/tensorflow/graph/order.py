@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 from multiring.errors import UsageError
-from multiring.tensorflow.graph.library import is_asynchronous, native_ops
+from multiring.tensorflow.graph.library import is_asynchronous, native_ops, on_host
 from multiring.tensorflow.graph.threads import leave_branch, reserve, reserve_at_each_call
 
 __all__ = ["run"]
@@ -42,6 +42,11 @@ def run(name: str, *inputs: Any, **attributes: Any) -> Any:
         UsageError: Nothing keeps the operation in an order: it is in a function of a `tf.data` pipeline or in
             a parallel loop of TensorFlow 1, or another thread uses the name.
     """
+    with on_host():
+        return _run(name, *inputs, **attributes)
+
+
+def _run(name: str, *inputs: Any, **attributes: Any) -> Any:
     op = getattr(native_ops(), name)
     key = (
         attributes["communicator"],

@@ -224,7 +224,7 @@ void ArrayView::take_tensor(py::handle object, const dlpack::Tensor& tensor) {
 // stream that it is told, here the default one, wait for its own.
 void ArrayView::take_from_device(py::handle object, bool writable, const Buffer& where) {
   std::string why;
-  const std::shared_ptr<Devices> devices = find_devices(&why);
+  const std::shared_ptr<Devices> devices = Devices::of_process(&why);
   if (devices == nullptr) throw_device(object, why);
   memory_ = where;
   if (take_cuda_interface(object, writable, *devices)) return;

@@ -21,15 +21,8 @@ namespace {
 
 namespace py = pybind11;
 
-std::shared_ptr<Devices> require_devices() {
-  std::string why;
-  std::shared_ptr<Devices> devices = find_devices(&why);
-  if (devices == nullptr) throw_usage("device memory without a driver: " + why);
-  return devices;
-}
-
-/// Once, as the program has sys.path at its first array on a device: the folders of wheels. None that is
-/// relative, where anyone may have put a library.
+/// Once, as the program has sys.path at its first array on a device, or when native code is to have some: the
+/// folders of wheels. None that is relative, where anyone may have put a library.
 void tell_sites() {
   static bool told = false;
   if (told) return;
@@ -63,7 +56,7 @@ py::array_t<std::uint8_t> copy_from_device(std::uintptr_t address, std::size_t b
   auto* const to = result.mutable_data();
   const GilRelease release;
   const Buffer from = memory_at(address, bytes, device, stream);
-  Staging staging(require_devices());
+  Staging staging(Devices::require());
   std::byte* const memory = staging.reserve(from);
   staging.copy_to_host(from, memory);
   staging.start();
@@ -78,7 +71,7 @@ void copy_to_device(std::uintptr_t address, const py::array_t<std::uint8_t, py::
   const auto* const from = data.data();
   const GilRelease release;
   const Buffer to = memory_at(address, bytes, device, stream);
-  Staging staging(require_devices());
+  Staging staging(Devices::require());
   std::byte* const memory = staging.reserve(to);
   await(staging);
   std::memcpy(memory, from, bytes);
@@ -91,17 +84,10 @@ void copy_to_device(std::uintptr_t address, const py::array_t<std::uint8_t, py::
 DeviceArrays& arrays_on_devices(Operation& operation) {
   if (operation.on_devices == nullptr) {
     operation.on_devices = std::make_unique<DeviceArrays>();
-    operation.on_devices->devices = require_devices();
+    operation.on_devices->devices = Devices::require();
     tell_sites();
   }
   return *operation.on_devices;
-}
-
-std::shared_ptr<Devices> find_devices(std::string* why) {
-  const cuda::Driver* const driver = cuda::Driver::find(why);
-  if (driver == nullptr) return nullptr;
-  static auto* const devices = new std::shared_ptr<Devices>(std::make_shared<Devices>(*driver));
-  return *devices;
 }
 
 void set_input(Operation& operation, const Buffer& memory) {
@@ -130,6 +116,8 @@ void bind_devices(py::module_& module) {
         return find_device_libraries(sites);
       },
       py::arg("sites"), "Opens the libraries for devices; sites: folders that wheels are installed in.");
+  module.def("tell_sites", &tell_sites,
+             "Lets libraries for devices be found in the folders of sys.path; for arrays of native code.");
   module.def("copy_from_device", &copy_from_device, py::arg("address"), py::arg("nbytes"), py::arg("device"),
              py::arg("stream"), "Memory of a device as bytes, after the work that the stream has now.");
   module.def("copy_to_device", &copy_to_device, py::arg("address"), py::arg("data"), py::arg("device"),

@@ -10,10 +10,6 @@
 
 namespace multiring::binding {
 
-/// The devices of this process, for arrays from Python; null, with the reason in `why`, if there is no driver
-/// that can be used. Made at the first call, and never freed: arrays may be freed when the driver has ended.
-std::shared_ptr<Devices> find_devices(std::string* why);
-
 /// The devices of an operation, which has none yet or these; a usage error if there is no driver.
 DeviceArrays& arrays_on_devices(Operation& operation);
 

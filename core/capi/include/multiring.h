@@ -92,7 +92,11 @@ typedef struct mr_work mr_work;
 typedef struct mr_queue mr_queue;
 
 /* One operation. Arrays are C-contiguous. `shape` is that of the input; axis 0 is split or joined as in the
- * Python functions of the same names. */
+ * Python functions of the same names.
+ *
+ * On a device, what the operation reads and writes comes after the work that `stream` has when it is
+ * submitted, and is complete when it is done. Until then the stream must be given no work that touches the
+ * arrays. */
 typedef struct mr_operation {
   size_t struct_size;
   int kind;  /* mr_kind */
@@ -108,9 +112,26 @@ typedef struct mr_operation {
   int dims;            /* at most 8 */
   const uint64_t* shape;
   const uint64_t* splits; /* alltoall: rows for each rank; NULL: as equal as possible */
+  int on_device;          /* whether `input` and `output` are memory of CUDA devices */
+  void* stream;           /* of their device, a CUstream; NULL: the legacy default stream */
 } mr_operation;
 #define MR_OPERATION_INIT \
-  {sizeof(mr_operation), MR_ALLREDUCE, MR_FLOAT32, MR_SUM, -1, 1.0, 1.0, NULL, NULL, NULL, 0, 0, NULL, NULL}
+  {sizeof(mr_operation),  \
+   MR_ALLREDUCE,          \
+   MR_FLOAT32,            \
+   MR_SUM,                \
+   -1,                    \
+   1.0,                   \
+   1.0,                   \
+   NULL,                  \
+   NULL,                  \
+   NULL,                  \
+   0,                     \
+   0,                     \
+   NULL,                  \
+   NULL,                  \
+   0,                     \
+   NULL}
 
 /* Called exactly once for each accepted submission, on a thread of the queue or inside its close(), never
  * inside mr_queue_submit. `error` is NULL, or tells the first operation that failed, and is valid during the
@@ -153,8 +174,17 @@ MR_API void mr_queue_abort(mr_queue* queue, const char* message);
  * keeps its own: sets the number, and the rank and the host where they are not known. */
 MR_API void mr_queue_keep(mr_queue* queue, mr_error* error, const char* more);
 
-/* Memory that was allocated for a result, and the rows that came from each rank (`rows` has room for as many
- * numbers as there are ranks, or is NULL). */
+/* Gives a stream, as in mr_operation, a copy on its device, and returns. If the device has failed, the queue
+ * breaks on all ranks. */
+MR_API mr_status mr_device_copy(mr_queue* queue, void* to, const void* from, size_t bytes, void* stream,
+                                mr_error* error);
+/* Copies memory of a device to the host when the stream has done the work that it has now, and returns when
+ * that is there; MR_TIMEOUT after the queue's timeout. The same if the device has failed. */
+MR_API mr_status mr_device_read(mr_queue* queue, void* to, const void* from, size_t bytes, void* stream,
+                                mr_error* error);
+
+/* Memory that was allocated for a result, on the device where the input is, and the rows that came from each
+ * rank (`rows` has room for as many numbers as there are ranks, or is NULL). */
 MR_API const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows);
 
 /* Cut between two characters if it is too long: frameworks decode strictly. */

@@ -166,8 +166,16 @@ mesh = jax.make_mesh((2,), ("x",))
 x = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("x")))
 with pytest.raises(multiring.UsageError, match="'allreduce' is spread over 2 devices of this process"):
     multiring.jax.allreduce(x)
-with pytest.raises(ValueError, match="more than 1 device"):
-    jax.jit(multiring.jax.allreduce)(x)
+for call in multiring.jax.allreduce, multiring.jax.check_state:
+    with pytest.raises(ValueError, match="more than 1 device.*start more processes instead, or move"):
+        jax.jit(call)(x)
+# What a program has put on a device stays there.
+second = jax.devices()[1]
+y = jax.device_put(jnp.full(3, comm.rank), second)
+there = {"y": y, "key": jax.device_put(jax.random.key(1), second)}
+found = [multiring.jax.broadcast_parameters(there, 1), jax.jit(multiring.jax.allreduce)(y)]
+for leaf in jax.tree.leaves([found, multiring.jax.allreduce(y)]):
+    assert leaf.devices() == {second}
 assert multiring.jax.allreduce(jnp.ones(2)).tolist() == [2.0, 2.0]
 """
 

@@ -213,3 +213,37 @@ assert joined.shape == [10]
 def test_it_works_where_done_cannot_be_moved() -> None:
     """More operations than TensorFlow has threads, each of which holds one while it waits."""
     run_job(2, WAITING, timeout=120.0, code=0)
+
+
+WITH_A_GPU = """
+import tensorflow as tf
+real = tf.config.list_physical_devices
+tf.config.list_physical_devices = lambda kind=None: ["one"] if kind == "GPU" else real(kind)
+tf.config.set_soft_device_placement(False)
+import multiring
+import multiring.tensorflow as mt
+
+comm = multiring.init()
+x = tf.Variable([1.0, 2.0])
+
+@tf.function
+def compiled(x):
+    with tf.device("GPU:0"):
+        return mt.allreduce(x, name="compiled")
+
+for _ in range(2):
+    with tf.GradientTape() as tape:
+        squares = x * x
+        with tf.device("GPU:0"):
+            y = mt.allreduce(squares, name="eager")
+    found = [y, compiled(tf.constant([1.0, 4.0])), tape.gradient(y, x) / x]
+    assert [each.numpy().tolist() for each in found] == [[2.0, 8.0], [2.0, 8.0], [4.0, 4.0]]
+    assert all(each.device.endswith("CPU:0") for each in found)
+"""
+
+
+def test_operations_run_on_the_host_beside_a_gpu() -> None:
+    """In the scope of a device that TensorFlow is told to have, and without soft placement: else that would
+    refuse them."""
+    ended = run_job(2, WITH_A_GPU, code=0, timeout=120)
+    assert (ended.stdout + ended.stderr).count("TensorFlow has a GPU") == 1

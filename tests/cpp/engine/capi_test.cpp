@@ -1,6 +1,8 @@
 // The C ABI, used as native code of an adapter does: a queue that C++ has made, operations submitted by C.
 
 #include <condition_variable>
+#include <cstdint>
+#include <cstring>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -10,6 +12,7 @@
 #include "capi/queue.h"
 #include "multiring.h"
 #include "support/errors.h"
+#include "support/fake_gpu.h"
 #include "support/named.h"
 #include "support/rank_group.h"
 
@@ -132,6 +135,80 @@ TEST(CApi, GivesGroupsAndWhatWasAllocated) {
     EXPECT_EQ(answer.rows, (std::vector<uint64_t>{1, 2}));
     EXPECT_EQ(y.values, std::vector<float>(4, 4.0F));
   });
+}
+
+/// Floats on a device, which a kernel of a stream of their own makes.
+struct OnDevice {
+  OnDevice(FakeGpu& gpu, int device, std::vector<float> values)
+      : gpu(gpu), bytes(values.size() * sizeof(float)), stream(gpu.make_stream(device)) {
+    address = gpu.allocate(device, bytes);
+    gpu.launch(stream, [to = gpu.view(address), values = std::move(values)] {
+      std::memcpy(to, values.data(), values.size() * sizeof(float));
+    });
+  }
+  void* handle() const { return reinterpret_cast<void*>(stream); }
+
+  FakeGpu& gpu;
+  const std::size_t bytes;
+  const std::uintptr_t stream;
+  std::byte* address;
+};
+
+void expect_to_work_on_devices(FakeGpu& gpu) {
+  on_queues(2, [&](mr_queue* queue) {
+    const int rank = mr_queue_rank(queue);
+    const OnDevice x(gpu, rank, std::vector<float>(5, static_cast<float>(rank + 1)));
+    std::byte* const y = gpu.allocate(rank, x.bytes);
+    const std::uint64_t extent = 5;
+    mr_error error = MR_ERROR_INIT;
+    ASSERT_EQ(mr_device_copy(queue, y, x.address, x.bytes, x.handle(), &error), MR_OK) << error.message;
+    mr_operation sum = MR_OPERATION_INIT;
+    sum.input = sum.output = y;
+    sum.output_bytes = x.bytes;
+    sum.dims = 1;
+    sum.shape = &extent;
+    sum.on_device = 1;
+    sum.stream = x.handle();
+    Told told;
+    ASSERT_EQ(submit(queue, "sum", sum, &told, &error), MR_OK) << error.message;
+    EXPECT_EQ(told.await(1).status, MR_OK);
+    std::vector<float> found(5);
+    ASSERT_EQ(mr_device_read(queue, found.data(), y, x.bytes, x.handle(), &error), MR_OK) << error.message;
+    EXPECT_EQ(found, std::vector<float>(5, 3.0F));
+
+    sum.input = sum.output = found.data();
+    EXPECT_EQ(submit(queue, "host", sum, &told, &error), MR_USAGE);
+    expect_text(error.message, "allreduce");
+    expect_text(error.message, "does not lie in a device's memory");
+    EXPECT_EQ(mr_queue_is_broken(queue), 0);
+  });
+}
+
+void expect_errors_of_devices(FakeGpu& gpu) {
+  for (const bool hangs : {true, false}) {
+    RankGroup({TransportKind::kShm, 1}).run([&](multiring::Communicator& world) {
+      world.set_timeout(0.2);
+      mr_queue queue(queue_over(world));
+      const OnDevice x(gpu, 0, std::vector<float>(5, 1.0F));
+      gpu.launch(x.stream, [] {}, !hangs);
+      if (!hangs) gpu.fail_next("copy_to_host", 700);
+      std::vector<float> found(5);
+      mr_error error = MR_ERROR_INIT;
+      const mr_status status = mr_device_read(&queue, found.data(), x.address, x.bytes, x.handle(), &error);
+      EXPECT_EQ(status, hangs ? MR_TIMEOUT : MR_INTERNAL) << error.message;
+      expect_text(error.message,
+                  hangs ? "for the device to finish" : "rank 0: cuMemcpyDtoHAsync on device 0");
+      EXPECT_EQ(mr_queue_is_broken(&queue), 1);
+      queue.close();
+    });
+  }
+}
+
+/// In one test: what a process knows of its devices stays, and they end with this one.
+TEST(CApi, WorksOnDevices) {
+  FakeGpu gpu;
+  expect_to_work_on_devices(gpu);
+  expect_errors_of_devices(gpu);
 }
 
 TEST(CApi, RefusesWhatIsWrongWithoutBreaking) {
