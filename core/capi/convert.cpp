@@ -33,6 +33,8 @@ void place_on_devices(Operation& operation, void* stream) {
     arrays->devices = Devices::require();
     arrays->input = locate(*arrays->devices, operation.input, bytes, stream);
     arrays->output = locate(*arrays->devices, operation.output, operation.output_bytes, stream);
+  } catch (const DeviceError& error) {
+    throw DeviceError(error.kind(), describe(operation.descriptor) + ": " + error.what());
   } catch (const Error& error) {
     throw Error(error.kind(), describe(operation.descriptor) + ": " + error.what());
   }

@@ -76,20 +76,18 @@ NamedRequest::Done calling(mr_queue* queue, mr_done done, void* context) {
 
 /// What fails on a device breaks the queue on all ranks, but for what the caller has asked for wrongly.
 template <class Body>
-mr_status on_device(mr_queue* queue, mr_error* error, const Body& body) {
-  return guarded(queue, error, [&] {
-    try {
-      body(*Devices::require());
-    } catch (const DeviceError& failure) {
-      ErrorContext context;
-      context.rank = queue->rank();
-      context.host = queue->host();
-      const Error named(failure.kind(), "rank " + std::to_string(context.rank) + ": " + failure.what(),
-                        context);
-      if (failure.kind() != ErrorKind::kUsage) queue->get()->abort(named);
-      throw named;
-    }
-  });
+void on_device(mr_queue* queue, const Body& body) {
+  try {
+    body();
+  } catch (const DeviceError& failure) {
+    ErrorContext context;
+    context.rank = queue->rank();
+    context.host = queue->host();
+    const Error named(failure.kind(), "rank " + std::to_string(context.rank) + ": " + failure.what(),
+                      context);
+    if (failure.kind() != ErrorKind::kUsage) queue->get()->abort(named);
+    throw named;
+  }
 }
 
 /// Returns when the copies to the host are there.
@@ -127,8 +125,10 @@ mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submission, mr_e
     request.step = submission->step;
     request.position = submission->position;
     request.done = multiring::calling(queue, submission->done, submission->context);
-    for (int i = 0; i < submission->count; ++i)
-      request.operations.push_back(multiring::convert(submission->operations[i], queue->size()));
+    multiring::on_device(queue, [&] {
+      for (int i = 0; i < submission->count; ++i)
+        request.operations.push_back(multiring::convert(submission->operations[i], queue->size()));
+    });
     target->submit(std::move(request));
   });
 }
@@ -154,22 +154,28 @@ void mr_queue_keep(mr_queue* queue, mr_error* error, const char* more) {
 mr_status mr_device_copy(mr_queue* queue, void* to, const void* from, size_t bytes, void* stream,
                          mr_error* error) {
   if (bytes == 0) return MR_OK;
-  return multiring::on_device(queue, error, [&](multiring::Devices& devices) {
-    devices.copy(multiring::locate(devices, to, bytes, stream), static_cast<const std::byte*>(from));
+  return guarded(queue, error, [&] {
+    multiring::on_device(queue, [&] {
+      multiring::Devices& devices = *multiring::Devices::require();
+      devices.copy(multiring::locate(devices, to, bytes, stream), static_cast<const std::byte*>(from));
+    });
   });
 }
 
 mr_status mr_device_read(mr_queue* queue, void* to, const void* from, size_t bytes, void* stream,
                          mr_error* error) {
   if (bytes == 0) return MR_OK;
-  return multiring::on_device(queue, error, [&](multiring::Devices& devices) {
-    const multiring::Buffer source = multiring::locate(devices, from, bytes, stream);
-    multiring::Staging staging(devices.shared_from_this());
-    std::byte* const memory = staging.reserve(source);
-    staging.copy_to_host(source, memory);
-    staging.start();
-    multiring::await(staging, queue->get()->timeout());
-    std::memcpy(to, memory, bytes);
+  return guarded(queue, error, [&] {
+    multiring::on_device(queue, [&] {
+      const std::shared_ptr<multiring::Devices> devices = multiring::Devices::require();
+      const multiring::Buffer source = multiring::locate(*devices, from, bytes, stream);
+      multiring::Staging staging(devices);
+      std::byte* const memory = staging.reserve(source);
+      staging.copy_to_host(source, memory);
+      staging.start();
+      multiring::await(staging, queue->get()->timeout());
+      std::memcpy(to, memory, bytes);
+    });
   });
 }
 

@@ -143,17 +143,18 @@ def test_fake_handlers_need_every_wait_and_every_event(comm: Communicator, kind:
 @on_ranks(3)
 def test_fake_device_that_fails(comm: Communicator) -> None:
     """By a kernel of the program, or the copy that a handler asks for: an error of every rank."""
-    for failing in ("kernel", "copy_on_device"):
+    for failing in ("kernel", "copy_on_device", "pointer_attributes"):
         with a_group(comm) as group, fake_arrays.stream() as stream:
-            program = Program(group, stream)
+            program = Program(group, stream, aliased=failing == "pointer_attributes")
             x = late(np.ones(1000, np.float32))
             if comm.rank == 1 and failing == "kernel":
                 fake_arrays.fail(700)
             elif comm.rank == 1:
-                fake_arrays.configure("fail=copy_on_device:700")
+                fake_arrays.configure(f"fail={failing}:700")
             with pytest.raises(HandlerError) as caught:
                 program.done(program.start("allreduce", "weights", [x]))
-            for text in ("rank 1", "on device 0", "CUDA_ERROR_ILLEGAL_ADDRESS (700"):
+            device = () if failing == "pointer_attributes" else ("on device 0",)
+            for text in ("rank 1", *device, "CUDA_ERROR_ILLEGAL_ADDRESS (700"):
                 assert text in str(caught.value), caught.value
             if failing == "kernel" or comm.rank == 1:
                 assert "weights" in str(caught.value)

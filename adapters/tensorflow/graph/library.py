@@ -49,7 +49,7 @@ class _Library:
         path = Path(_core.__file__).parent / "tensorflow" / _NAME
         if not path.exists():
             raise InternalError(f"{path} is missing: this installation of multiring is incomplete")
-        self.has_devices = bool(tf.config.list_physical_devices("GPU"))
+        self.has_devices = bool(tf.config.get_visible_devices("GPU"))
         self.ranks: dict[int, tuple[int, int]] = {}
         self.ops = tf.load_op_library(str(path))
         self.native = ctypes.CDLL(str(path))

@@ -217,8 +217,8 @@ def test_it_works_where_done_cannot_be_moved() -> None:
 
 WITH_A_GPU = """
 import tensorflow as tf
-real = tf.config.list_physical_devices
-tf.config.list_physical_devices = lambda kind=None: ["one"] if kind == "GPU" else real(kind)
+real = tf.config.get_visible_devices
+tf.config.get_visible_devices = lambda kind=None: ["one"] if kind == "GPU" else real(kind)
 tf.config.set_soft_device_placement(False)
 import multiring
 import multiring.tensorflow as mt

@@ -140,6 +140,7 @@ FAKE_CUDA Result cuThreadExchangeStreamCaptureMode(int* mode) {
 FAKE_CUDA Result cuPointerGetAttributes(unsigned count, PointerAttribute* attributes, void** values,
                                         Pointer pointer) {
   const std::lock_guard lock(machine().mutex());
+  if (const Result failed = machine().enter("pointer_attributes", -1); failed != kSuccess) return failed;
   const FakeMachine::Block* const block = machine().block_of(as_memory(pointer));
   const MemoryKind kind = block != nullptr ? block->kind : MemoryKind::kHost;
   for (unsigned i = 0; i < count; ++i) {
