@@ -20,7 +20,7 @@ import multiring.arrays
 import multiring.collectives
 from multiring.horovod import basics as hvd
 from tests.adapters.torch_distributed.support import world
-from tests.gpu import test_horovod_torch, test_torch_distributed
+from tests.gpu.frameworks import test_horovod_torch, test_torch_distributed
 from tests.gpu.late_tensors import Place, assert_same
 
 _copy = torch.Tensor.copy_

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import stand_in
-from tests.gpu.test_fake_nccl import HEAD
+from tests.gpu.nccl.test_fake_nccl import HEAD
 from tests.support import run_job, run_multiring
 
 COLLECTIVES = """

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import stand_in
-from tests.gpu.test_fake_nccl import FAILING, HEAD
-from tests.gpu.test_fake_nccl_collectives import CALLS
+from tests.gpu.nccl.test_fake_nccl import FAILING, HEAD
+from tests.gpu.nccl.test_fake_nccl_collectives import CALLS
 from tests.support import run_job
 
 TWO_BY_TWO = [0, 0, 1, 1]
