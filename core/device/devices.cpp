@@ -110,7 +110,7 @@ void Devices::refuse_capture(int device, cuda::Stream stream) const {
 }
 
 void Devices::copy(const Buffer& to, const std::byte* from) {
-  const auto stream = reinterpret_cast<cuda::Stream>(to.stream);
+  const cuda::Stream stream = driver_.stream_of(to.stream);
   const Current current(*this, to.device);
   refuse_capture(to.device, stream);
   driver_.check(driver_.copy_on_device(reinterpret_cast<cuda::Pointer>(to.address),

@@ -8,8 +8,13 @@
 namespace multiring::cuda {
 namespace {
 
-// Neither is a reason to look no further; what the process has loaded comes first.
+// One that the process has loaded comes first, whichever it is; then those of the system, in this order.
 const std::string kLibraries[] = {"libcuda.so.1", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"};
+
+// How versions are numbers: 13000 is CUDA 13.0, 60443484 is HIP 6.4.
+constexpr int kCudaMajor = 1000, kCudaMinor = 10;
+constexpr int kHipMajor = 10'000'000, kHipMinor = 100'000;
+constexpr int kOldestHip = 6;
 
 /// HIP's name of a function of CUDA's driver; most follow a rule.
 std::string hip_name(std::string_view cuda) {
@@ -109,11 +114,6 @@ const char* advice(Result error) {
 }
 
 }  // namespace
-
-// How versions are numbers: 13000 is CUDA 13.0, 60443484 is HIP 6.4.
-constexpr int kCudaMajor = 1000, kCudaMinor = 10;
-constexpr int kHipMajor = 10'000'000, kHipMinor = 100'000;
-constexpr int kOldestHip = 6;
 
 std::string Driver::load(const SharedLibrary& library) {
   *this = {};

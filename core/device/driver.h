@@ -111,8 +111,11 @@ struct MULTIRING_API Driver {
   /// The driver of this machine, loaded and initialised at the first call; null, with the reason in `why`, if
   /// there is none that can be used.
   static const Driver* find(std::string* why);
-  /// What orders with all blocking streams of a device. Older HIP knows no number for it.
-  Stream default_stream() const { return reinterpret_cast<Stream>(std::uintptr_t{is_hip ? 0U : 1U}); }
+  /// The stream of a number, of which 1 is the one that orders with all blocking streams of a device: older
+  /// HIP knows that by 0 alone.
+  Stream stream_of(std::uintptr_t number) const {
+    return reinterpret_cast<Stream>(is_hip && number == 1 ? 0 : number);
+  }
   /// Fills the table from a library (of this name if the process has it, else of the system's).
   static bool load(const char* library, Driver* driver, std::string* why);
   /// The same from the first that can be used.

@@ -5,15 +5,6 @@
 #include <utility>
 
 namespace multiring {
-namespace {
-
-cuda::Stream stream_of(const Buffer& array, const cuda::Driver& driver) {
-  if (array.stream == Buffer::kDefaultStream) return driver.default_stream();
-  return reinterpret_cast<cuda::Stream>(array.stream);
-}
-
-}  // namespace
-
 // Of an operation that did not run, or failed: copies may still be under way.
 Staging::~Staging() {
   try {
@@ -36,7 +27,7 @@ Staging::Recorded Staging::record(int device, cuda::Stream stream) {
 }
 
 void Staging::order_after(const Buffer& array) {
-  const cuda::Stream stream = stream_of(array, devices_->driver());
+  const cuda::Stream stream = devices_->driver().stream_of(array.stream);
   const auto same = [&](const Recorded& each) {
     return each.device == array.device && each.stream == stream;
   };
@@ -58,7 +49,8 @@ void Staging::order_before(int device, cuda::Stream stream) {
 }
 
 void Staging::hold_back() noexcept {
-  for (const auto& [device, stream] : behind_) try {
+  for (const auto& [device, stream] : behind_) {
+    try {
       const Devices::Current current(*devices_, device);
       const Recorded end = record(device, stream);
       for (const Recorded& before : before_)
@@ -66,6 +58,7 @@ void Staging::hold_back() noexcept {
       devices_->release_event(device, end.event);
     } catch (const DeviceError&) {  // the device has failed: nothing is written any more
     }
+  }
 }
 
 std::byte* Staging::reserve(const Buffer& array) {

@@ -46,12 +46,13 @@ void Communicator::warn_of_rings() const {
 void Communicator::warn_of_nccl() const {
   const bool is_asked = options_.nccl == NcclScope::kHierarchical || options_.nccl == NcclScope::kAll;
   if (!is_asked || transport_->shares_memory()) return;
+  const bool is_served = exchange_.nccl().serves(exchange_, OpKind::kAllreduce);
   std::string why;
   if (!options_.may_stay_on_devices)
     why = "has no effect with a mode: unset MULTIRING_MODE";
-  else if (!exchange_.nccl().serves(exchange_, OpKind::kAllreduce) && options_.nccl == NcclScope::kAll)
+  else if (!is_served && options_.nccl == NcclScope::kAll)
     why = "has no effect where hosts reach their neighbours alone (MULTIRING_HOST_LINKS)";
-  else if (!exchange_.nccl().serves(exchange_, OpKind::kAllreduce))
+  else if (!is_served)
     why = "has no effect here: all hosts need as many ranks, at least two";
   else if (is_rounded(options_.comm_dtype))
     why = "is not for sums of float32 that cross hosts in half precision: unset MULTIRING_COMM_DTYPE";

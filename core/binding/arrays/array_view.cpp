@@ -230,8 +230,8 @@ void ArrayView::take_from_device(py::handle object, bool writable, const Buffer&
   if (take_cuda_interface(object, writable, *devices)) return;
   if (!py::hasattr(object, "__dlpack__")) throw_dtype(object);
   try {
-    owner_ = object.attr("__dlpack__")(
-        py::arg("stream") = reinterpret_cast<std::uintptr_t>(devices->driver().default_stream()));
+    owner_ = object.attr("__dlpack__")(py::arg("stream") = reinterpret_cast<std::uintptr_t>(
+                                           devices->driver().stream_of(Buffer::kDefaultStream)));
   } catch (py::error_already_set& error) {
     throw_usage("cannot take an array of type " + type_name(object) + ": " +
                 std::string(py::str(error.value())));
