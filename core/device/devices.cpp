@@ -36,15 +36,27 @@ std::shared_ptr<Devices> Devices::require() {
   return devices;
 }
 
-Devices::Current::Current(Devices& devices, int device) : driver_(devices.driver()) {
-  driver_.check(driver_.context_push(devices.get(device).context), cuda::on("cuCtxPushCurrent", device));
+Devices::Current::Current(Devices& devices, int device)
+    : Current(devices.driver(), devices.get(device).context, device) {}
+
+Devices::Current::Current(const cuda::Driver& driver, cuda::Context context, int device) : driver_(driver) {
+  if (driver_.is_hip) {
+    driver_.check(driver_.get_device(&before_), "cuGetDevice");
+    driver_.check(driver_.set_device(device), cuda::on("cuSetDevice", device));
+  } else {
+    driver_.check(driver_.context_push(context), cuda::on("cuCtxPushCurrent", device));
+  }
   driver_.exchange_capture_mode(&capture_mode_);
 }
 
 Devices::Current::~Current() {
   driver_.exchange_capture_mode(&capture_mode_);
-  cuda::Context popped = nullptr;
-  driver_.context_pop(&popped);
+  if (driver_.is_hip) {
+    driver_.set_device(before_);
+  } else {
+    cuda::Context popped = nullptr;
+    driver_.context_pop(&popped);
+  }
 }
 
 Devices::Device& Devices::get(int device) {
@@ -60,17 +72,17 @@ Devices::Device& Devices::get(int device) {
 
 Devices::Device Devices::open(int device) const {
   Device opened;
-  cuda::Device handle = 0;
-  driver_.check(driver_.device_get(&handle, device), cuda::on("cuDeviceGet", device));
-  // Never released: the libraries that made the arrays use the same context.
-  driver_.check(driver_.primary_context_retain(&opened.context, handle),
-                cuda::on("cuDevicePrimaryCtxRetain", device));
-  driver_.check(driver_.context_push(opened.context), cuda::on("cuCtxPushCurrent", device));
-  cuda::Result result = driver_.stream_create(&opened.down, cuda::kStreamNonBlocking);
-  if (result == cuda::kSuccess) result = driver_.stream_create(&opened.up, cuda::kStreamNonBlocking);
-  cuda::Context popped = nullptr;
-  driver_.context_pop(&popped);
-  driver_.check(result, cuda::on("cuStreamCreate", device));
+  if (!driver_.is_hip) {
+    cuda::Device handle = 0;
+    driver_.check(driver_.device_get(&handle, device), cuda::on("cuDeviceGet", device));
+    // Never released: the libraries that made the arrays use the same context.
+    driver_.check(driver_.primary_context_retain(&opened.context, handle),
+                  cuda::on("cuDevicePrimaryCtxRetain", device));
+  }
+  const Current current(driver_, opened.context, device);
+  for (cuda::Stream* const stream : {&opened.down, &opened.up})
+    driver_.check(driver_.stream_create(stream, cuda::kStreamNonBlocking),
+                  cuda::on("cuStreamCreate", device));
   return opened;
 }
 

@@ -72,7 +72,11 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
     ~Current();
 
    private:
+    friend class Devices;
+    Current(const cuda::Driver& driver, cuda::Context context, int device);
+
     const cuda::Driver& driver_;
+    int before_ = 0;  // the device that was current, of HIP
     int capture_mode_ = cuda::kCaptureRelaxed;
   };
 

@@ -8,8 +8,8 @@
 namespace multiring::cuda {
 namespace {
 
-// One that the process has loaded comes first, whichever it is; then those of the system, in this order.
-const std::string kLibraries[] = {"libcuda.so.1", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"};
+const std::string kCuda[] = {"libcuda.so.1"};
+const std::string kHip[] = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"};
 
 // How versions are numbers: 13000 is CUDA 13.0, 60443484 is HIP 6.4.
 constexpr int kCudaMajor = 1000, kCudaMinor = 10;
@@ -80,9 +80,15 @@ std::string fill(const SharedLibrary& library, Driver* driver) {
   find("cuDeviceGetCount", &driver->device_count);
   find("cuDeviceGet", &driver->device_get);
   find("cuDeviceGetUuid", &driver->device_uuid);
-  find("cuDevicePrimaryCtxRetain", &driver->primary_context_retain);
-  find("cuCtxPushCurrent_v2", &driver->context_push);
-  find("cuCtxPopCurrent_v2", &driver->context_pop);
+  find("cuDeviceGetPCIBusId", &driver->device_pci_id);
+  if (driver->is_hip) {
+    find("cuGetDevice", &driver->get_device);
+    find("cuSetDevice", &driver->set_device);
+  } else {
+    find("cuDevicePrimaryCtxRetain", &driver->primary_context_retain);
+    find("cuCtxPushCurrent_v2", &driver->context_push);
+    find("cuCtxPopCurrent_v2", &driver->context_pop);
+  }
   find("cuThreadExchangeStreamCaptureMode", &driver->exchange_capture_mode);
   find("cuPointerGetAttributes", &driver->pointer_attributes);
   find("cuStreamCreate", &driver->stream_create);
@@ -143,7 +149,12 @@ const Driver* Driver::find(std::string* why) {
   static std::string reason;
   static bool usable = false;
   static std::once_flag once;
-  std::call_once(once, [] { usable = load(kLibraries, &driver, &reason); });
+  std::call_once(once, [] {
+    // One by one: a library that is there and of no use ends its own search.
+    std::string why_not;
+    usable = load(kCuda, &driver, &reason) || load(kHip, &driver, &why_not);
+    if (!usable) reason += "; " + why_not;
+  });
   if (usable) return &driver;
   *why = reason;
   return nullptr;

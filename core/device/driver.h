@@ -75,10 +75,14 @@ struct MULTIRING_API Driver {
   Result (*error_string)(Result error, const char** text);
   Result (*device_count)(int* count);
   Result (*device_get)(Device* device, int ordinal);
-  Result (*device_uuid)(char* uuid, Device device);  // of 16 bytes
+  Result (*device_uuid)(char* uuid, Device device);  // of 16 bytes; HIP's need not differ
+  Result (*device_pci_id)(char* text, int room, Device device);
   Result (*primary_context_retain)(Context* context, Device device);
   Result (*context_push)(Context context);
   Result (*context_pop)(Context* context);
+  // HIP's in the place of these three: its contexts do not give back the device that was current.
+  Result (*get_device)(int* ordinal);
+  Result (*set_device)(int ordinal);
   Result (*exchange_capture_mode)(int* mode);
   Result (*pointer_attributes)(unsigned count, PointerAttribute* attributes, void** values, Pointer pointer);
   Result (*stream_create)(Stream* stream, unsigned flags);

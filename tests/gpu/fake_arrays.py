@@ -344,6 +344,7 @@ def _forget(capsule: int) -> None:
 
 def from_dlpack(result: Any) -> Array:
     """The memory of a result of multiring's, which is contiguous and complete."""
+    assert result.__dlpack_device__()[0] == (_ROCM if "FAKE_DRIVER" in os.environ else _CUDA)
     capsule = result.__dlpack__()
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]

@@ -35,9 +35,9 @@ HIP_NAMES = {
     "hipGetDeviceCount": "cuDeviceGetCount",
     "hipDeviceGet": "cuDeviceGet",
     "hipDeviceGetUuid": "cuDeviceGetUuid",
-    "hipDevicePrimaryCtxRetain": "cuDevicePrimaryCtxRetain",
-    "hipCtxPushCurrent": "cuCtxPushCurrent_v2",
-    "hipCtxPopCurrent": "cuCtxPopCurrent_v2",
+    "hipDeviceGetPCIBusId": "cuDeviceGetPCIBusId",
+    "hipGetDevice": "",  # its own
+    "hipSetDevice": "",
     "hipThreadExchangeStreamCaptureMode": "cuThreadExchangeStreamCaptureMode",
     "hipDrvPointerGetAttributes": "cuPointerGetAttributes",
     "hipStreamCreateWithFlags": "cuStreamCreate",
@@ -109,7 +109,7 @@ def nvrtc() -> Path:
 @functools.cache
 def hip() -> Path:
     """HIP's file: that of the driver, with other names besides."""
-    names = (f"-Wl,--defsym={hip}={cuda}" for hip, cuda in HIP_NAMES.items())
+    names = (f"-Wl,--defsym={hip}={cuda}" for hip, cuda in HIP_NAMES.items() if cuda)
     return _made(_HIP, _SOURCES, options=("-DFAKE_HIP", *names))
 
 

@@ -11,6 +11,10 @@ from tests.gpu.nccl.test_fake_nccl import HEAD
 from tests.support import run_job, run_multiring
 
 COLLECTIVES = """
+import ctypes
+
+hip, now = fake_arrays.driver(), ctypes.c_int()
+assert hip.hipSetDevice(1 - device()) == 0  # the program works on another one meanwhile
 rows = np.arange(30_000 * 3, dtype=np.float32).reshape(30_000, 3) % 7 + comm.rank
 for take in (fake_arrays.array, lambda x, device: fake_arrays.DlpackArray(fake_arrays.array(x, device))):
     for what, arguments in (
@@ -21,6 +25,8 @@ for take in (fake_arrays.array, lambda x, device: fake_arrays.DlpackArray(fake_a
             for _ in range(2):
                 seen = getattr(comm, what)(take(rows, device()), *arguments, **order)
                 assert seen.get().tobytes() == wanted.tobytes(), what
+assert hip.hipGetDevice(ctypes.byref(now)) == 0
+assert now.value == 1 - device()
 with fake_arrays.stream(device()):
     x = fake_arrays.full(COUNT, comm.rank, device())
     fake_arrays.busy()

@@ -198,6 +198,11 @@ void ArrayView::take_dlpack(py::handle object, bool writable) {
     throw_device(object, "its DLPack device type is " + std::to_string(type) + ", and " +
                              std::to_string(dlpack::kCuda) + " (CUDA) and " + std::to_string(dlpack::kRocm) +
                              " (ROCm) are the only ones known");
+  std::string why;
+  const std::shared_ptr<Devices> devices = Devices::of_process(&why);
+  if (devices != nullptr && (type == dlpack::kRocm) != devices->driver().is_hip)
+    throw_device(object, devices->driver().is_hip ? "it is CUDA's, and this process uses HIP"
+                                                  : "it is ROCm's, and this process uses CUDA's driver");
   if (type == dlpack::kCudaManaged) where.kind = MemoryKind::kManaged;
   take_from_device(object, writable, where);
 }

@@ -66,7 +66,7 @@ py::array Result::numpy() const {
 }
 
 dlpack::Device Result::dlpack_device() const {
-  if (on_device()) return {dlpack::kCuda, buffer_->buffer().device};
+  if (on_device()) return {dlpack::kind_of_devices(*Devices::require()), buffer_->buffer().device};
   return {dlpack::kCpu, 0};
 }
 

@@ -19,6 +19,7 @@ struct Offer {
   int version = 0;
   bool shares_devices = false;    ///< the user lets several ranks use one device
   std::array<char, 16> device{};  ///< which it is, whatever number it has in this process
+  int host = 0;                   ///< where that is known within one host only
 };
 
 /// What the first of the ranks that have a communicator makes for all of them when they go together: it keeps
@@ -33,12 +34,19 @@ bool lets_ranks_share_a_device() {
   return set != nullptr && std::string_view(set) == "1";
 }
 
-Offer offer_of(const Devices& devices, const nccl::Library& library, int device) {
+Offer offer_of(const Devices& devices, const nccl::Library& library, int device, int host) {
   Offer offer;
   cuda::Device handle = 0;
   const cuda::Driver& driver = devices.driver();
   driver.check(driver.device_get(&handle, device), cuda::on("cuDeviceGet", device));
-  driver.check(driver.device_uuid(offer.device.data(), handle), cuda::on("cuDeviceGetUuid", device));
+  if (driver.is_hip) {  // "0000:03:00.0", of a host
+    const int size = static_cast<int>(offer.device.size());
+    driver.check(driver.device_pci_id(offer.device.data(), size, handle),
+                 cuda::on("cuDeviceGetPCIBusId", device));
+    offer.host = host;
+  } else {
+    driver.check(driver.device_uuid(offer.device.data(), handle), cuda::on("cuDeviceGetUuid", device));
+  }
   offer.shares_devices = lets_ranks_share_a_device();
   offer.version = library.version;
   return offer;
@@ -47,7 +55,7 @@ Offer offer_of(const Devices& devices, const nccl::Library& library, int device)
 /// Why NCCL cannot serve these devices together; empty: it can. All ranks decide alike from the same offers.
 std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchange) {
   const auto name = [&](std::size_t rank) { return exchange.name_of(static_cast<int>(rank)); };
-  std::map<std::array<char, 16>, std::size_t> first;  // ranks that have the devices
+  std::map<std::pair<int, std::array<char, 16>>, std::size_t> first;  // ranks that have the devices
   std::string sharing;
   bool may_share = true;
   for (std::size_t rank = 0; rank < offers.size(); ++rank) {
@@ -56,7 +64,7 @@ std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchang
       return name(0) + " has NCCL " + nccl::version_text(offers[0].version) + ", " + name(rank) + " has " +
              nccl::version_text(each.version);
     may_share = may_share && each.shares_devices && each.version >= nccl::kSharedDevices;
-    const auto [before, is_new] = first.try_emplace(each.device, rank);
+    const auto [before, is_new] = first.try_emplace({each.host, each.device}, rank);
     if (!is_new) sharing = name(before->second) + " and " + name(rank) + " have theirs on one device";
   }
   return may_share ? "" : sharing;
@@ -137,7 +145,8 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
   const nccl::Library& library = *nccl::Library::find(&why);
   const std::shared_ptr<Devices>& driven = operation.on_devices->devices;
   const int device = operation.descriptor.offered_device;
-  const std::vector<Offer> offers = exchanged(exchange, call, offer_of(*driven, library, device));
+  const std::vector<Offer> offers = exchanged(
+      exchange, call, offer_of(*driven, library, device, exchange.transport().host_number(exchange.rank())));
   std::unique_ptr<nccl::Communicator>& made = made_[std::move(devices)];
   if (const std::string refusal = refusal_of(offers, exchange); !refusal.empty())
     return tell(exchange, refusal), nullptr;

@@ -2,6 +2,7 @@
 // own device, fails without it.
 
 #include <cstddef>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -113,6 +114,25 @@ FAKE_CUDA Result cuDeviceGetUuid(char* uuid, Device device) {
   std::memset(uuid, device + 1, 16);
   return kSuccess;
 }
+
+FAKE_CUDA Result cuDeviceGetPCIBusId(char* text, int room, Device device) {
+  std::snprintf(text, static_cast<std::size_t>(room), "0000:%02x:00.0", device);
+  return kSuccess;
+}
+
+#ifdef FAKE_HIP
+// As HIP has it there is always one.
+FAKE_CUDA Result hipGetDevice(int* ordinal) {
+  *ordinal = contexts.empty() ? 0 : contexts.back();
+  return kSuccess;
+}
+
+FAKE_CUDA Result hipSetDevice(int ordinal) {
+  if (ordinal < 0 || ordinal >= FakeMachine::kDevices) return kInvalidDevice;
+  contexts.assign(1, ordinal);
+  return kSuccess;
+}
+#endif
 
 FAKE_CUDA Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
   const std::lock_guard lock(machine().mutex());
