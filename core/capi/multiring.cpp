@@ -1,14 +1,11 @@
 #include "multiring.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <new>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -90,16 +87,16 @@ void on_device(mr_queue* queue, const Body& body) {
   }
 }
 
-/// Returns when the copies to the host are there.
-void await(Staging& staging, double seconds) {
-  constexpr std::chrono::microseconds kPause(20);
-  for (const Deadline deadline = Deadline::after(seconds); !staging.arrived();
-       std::this_thread::sleep_for(kPause))
+/// Returns when the array is in `to`, or raises when the seconds are over.
+void read(const std::shared_ptr<Devices>& devices, const Buffer& array, void* to, double seconds) {
+  const Deadline deadline = Deadline::after(seconds);
+  Staging(devices).read(array, to, [&] {
     if (deadline.expired())
       throw DeviceError(ErrorKind::kTimeout,
                         "waited " + seconds_text(deadline.elapsed()) +
                             " for the device to finish the work that makes the array. Does a kernel of the "
                             "program never end? MULTIRING_TIMEOUT sets how long to wait");
+  });
 }
 
 }  // namespace
@@ -168,13 +165,7 @@ mr_status mr_device_read(mr_queue* queue, void* to, const void* from, size_t byt
   return guarded(queue, error, [&] {
     multiring::on_device(queue, [&] {
       const std::shared_ptr<multiring::Devices> devices = multiring::Devices::require();
-      const multiring::Buffer source = multiring::locate(*devices, from, bytes, stream);
-      multiring::Staging staging(devices);
-      std::byte* const memory = staging.reserve(source);
-      staging.copy_to_host(source, memory);
-      staging.start();
-      multiring::await(staging, queue->get()->timeout());
-      std::memcpy(to, memory, bytes);
+      multiring::read(devices, multiring::locate(*devices, from, bytes, stream), to, queue->get()->timeout());
     });
   });
 }

@@ -126,9 +126,9 @@ std::string Driver::load(const SharedLibrary& library) {
   const std::string missing = fill(library, this);
   if (!missing.empty())
     return "driver " + version() + " has no function " + missing + ": a newer driver is needed";
+  library.keep();  // from here on it may have threads: asked for its version, HIP starts
   if (is_hip && major_version() < kOldestHip)
     return "HIP " + version() + ", whose kinds of memory have other numbers: ROCm 6 or newer is needed";
-  library.keep();
   const Result result = init(0);
   return result == kSuccess ? ""
                             : std::string(is_hip ? "hipInit" : "cuInit") + " failed: " + describe(result);

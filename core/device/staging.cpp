@@ -1,7 +1,10 @@
 #include "device/staging.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstring>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace multiring {
@@ -121,6 +124,23 @@ bool Staging::arrived(std::size_t bytes) {
     arrival_.pop_front();
   }
   return true;
+}
+
+void Staging::await(const std::function<void()>& check) {
+  constexpr std::chrono::microseconds kPause(20);
+  constexpr int kBetweenChecks = 250;
+  for (int looks = 1; !arrived(); ++looks) {
+    std::this_thread::sleep_for(kPause);
+    if (looks % kBetweenChecks == 0) check();
+  }
+}
+
+void Staging::read(const Buffer& array, void* to, const std::function<void()>& check) {
+  std::byte* const memory = reserve(array);
+  copy_to_host(array, memory);
+  start();
+  await(check);
+  std::memcpy(to, memory, array.bytes);
 }
 
 void Staging::copy_back(const Buffer& array, const std::byte* from, std::size_t bytes) {

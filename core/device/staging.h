@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -54,6 +55,11 @@ class MULTIRING_API Staging : Immovable {
   /// Whether the work that arrays wait for is done, and the first `bytes` of the copies to the host are
   /// there: then no copy back waits for the program. Raises a DeviceError if the device has failed.
   bool arrived(std::size_t bytes = kAll);
+  /// Returns when all that has been asked for has arrived. `check` is called every few milliseconds, and may
+  /// raise.
+  void await(const std::function<void()>& check);
+  /// Copies an array to any memory of the host; returns when it is there.
+  void read(const Buffer& array, void* to, const std::function<void()>& check);
 
   /// Asks for a copy of host memory, pinned or not, to the array.
   void copy_back(const Buffer& array, const std::byte* from, std::size_t bytes);

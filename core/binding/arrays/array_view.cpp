@@ -59,6 +59,13 @@ std::optional<DType> format_dtype(const char* format, std::size_t bytes) {
               " lies in device memory, which cannot be read: " + why + "; copy it to the host first");
 }
 
+std::shared_ptr<Devices> devices_for(py::handle object) {
+  std::string why;
+  std::shared_ptr<Devices> devices = Devices::of_process(&why);
+  if (devices == nullptr) throw_device(object, why);
+  return devices;
+}
+
 /// Of a "typestr" of the array interfaces: byte order, kind, bytes.
 std::optional<DType> typestr_dtype(const std::string& text) {
   if (text.size() != 3 || (text[0] != '<' && text[0] != '|') || text[2] < '1' || text[2] > '8')
@@ -112,7 +119,7 @@ ArrayView::ArrayView(py::handle object, bool writable) {
   else if (py::hasattr(object, "__dlpack__"))
     take_dlpack(object, writable);
   else if (py::hasattr(object, "__cuda_array_interface__"))
-    take_from_device(object, writable, {.kind = MemoryKind::kDevice, .device = 0});
+    take_from_device(object, writable, {.kind = MemoryKind::kDevice, .device = 0}, *devices_for(object));
   else
     throw_usage("expected an array (NumPy, or anything with the buffer protocol or DLPack), got " +
                 type_name(object));
@@ -198,13 +205,12 @@ void ArrayView::take_dlpack(py::handle object, bool writable) {
     throw_device(object, "its DLPack device type is " + std::to_string(type) + ", and " +
                              std::to_string(dlpack::kCuda) + " (CUDA) and " + std::to_string(dlpack::kRocm) +
                              " (ROCm) are the only ones known");
-  std::string why;
-  const std::shared_ptr<Devices> devices = Devices::of_process(&why);
-  if (devices != nullptr && (type == dlpack::kRocm) != devices->driver().is_hip)
-    throw_device(object, devices->driver().is_hip ? "it is CUDA's, and this process uses HIP"
-                                                  : "it is ROCm's, and this process uses CUDA's driver");
+  const std::shared_ptr<Devices> devices = devices_for(object);
+  if ((type == dlpack::kRocm) != (kind_of_devices(*devices) == dlpack::kRocm))
+    throw_device(object, type == dlpack::kRocm ? "it is ROCm's, and this process uses CUDA's driver"
+                                               : "it is CUDA's, and this process uses HIP");
   if (type == dlpack::kCudaManaged) where.kind = MemoryKind::kManaged;
-  take_from_device(object, writable, where);
+  take_from_device(object, writable, where, *devices);
 }
 
 void ArrayView::take_capsule(py::handle object) {
@@ -227,16 +233,14 @@ void ArrayView::take_tensor(py::handle object, const dlpack::Tensor& tensor) {
 
 // The CUDA array interface names the stream that the array's library works on; by DLPack the library lets a
 // stream that it is told, here the default one, wait for its own.
-void ArrayView::take_from_device(py::handle object, bool writable, const Buffer& where) {
-  std::string why;
-  const std::shared_ptr<Devices> devices = Devices::of_process(&why);
-  if (devices == nullptr) throw_device(object, why);
+void ArrayView::take_from_device(py::handle object, bool writable, const Buffer& where,
+                                 const Devices& devices) {
   memory_ = where;
-  if (take_cuda_interface(object, writable, *devices)) return;
+  if (take_cuda_interface(object, writable, devices)) return;
   if (!py::hasattr(object, "__dlpack__")) throw_dtype(object);
   try {
     owner_ = object.attr("__dlpack__")(py::arg("stream") = reinterpret_cast<std::uintptr_t>(
-                                           devices->driver().stream_of(Buffer::kDefaultStream)));
+                                           devices.driver().stream_of(Buffer::kDefaultStream)));
   } catch (py::error_already_set& error) {
     throw_usage("cannot take an array of type " + type_name(object) + ": " +
                 std::string(py::str(error.value())));

@@ -49,7 +49,7 @@ class ArrayView {
   void take_dlpack(py::handle object, bool writable);
   void take_capsule(py::handle object);
   void take_tensor(py::handle object, const dlpack::Tensor& tensor);
-  void take_from_device(py::handle object, bool writable, const Buffer& where);
+  void take_from_device(py::handle object, bool writable, const Buffer& where, const Devices& devices);
   bool take_cuda_interface(py::handle object, bool writable, const Devices& devices);
   void take_array_interface(py::handle object, bool writable);
   void set_layout(int dims, const std::int64_t* shape, const std::int64_t* byte_strides);

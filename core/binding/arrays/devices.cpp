@@ -3,10 +3,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <cstring>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -40,28 +38,12 @@ Buffer memory_at(std::uintptr_t address, std::size_t bytes, int device, std::uin
   return {reinterpret_cast<std::byte*>(address), bytes, MemoryKind::kDevice, device, stream};
 }
 
-/// Ctrl-C ends it.
-void await(Staging& staging) {
-  constexpr std::chrono::microseconds kPause(20);
-  constexpr int kBetweenChecks = 250;
-  for (int looks = 1; !staging.arrived(); ++looks) {
-    std::this_thread::sleep_for(kPause);
-    if (looks % kBetweenChecks == 0) check_signals()();
-  }
-}
-
 py::array_t<std::uint8_t> copy_from_device(std::uintptr_t address, std::size_t bytes, int device,
                                            std::uintptr_t stream) {
   py::array_t<std::uint8_t> result(static_cast<py::ssize_t>(bytes));
   auto* const to = result.mutable_data();
   const GilRelease release;
-  const Buffer from = memory_at(address, bytes, device, stream);
-  Staging staging(Devices::require());
-  std::byte* const memory = staging.reserve(from);
-  staging.copy_to_host(from, memory);
-  staging.start();
-  await(staging);
-  std::memcpy(to, memory, bytes);
+  Staging(Devices::require()).read(memory_at(address, bytes, device, stream), to, check_signals());
   return result;
 }
 
@@ -73,13 +55,17 @@ void copy_to_device(std::uintptr_t address, const py::array_t<std::uint8_t, py::
   const Buffer to = memory_at(address, bytes, device, stream);
   Staging staging(Devices::require());
   std::byte* const memory = staging.reserve(to);
-  await(staging);
+  staging.await(check_signals());
   std::memcpy(memory, from, bytes);
   staging.copy_back(to, memory, bytes);
   staging.finish();
 }
 
 }  // namespace
+
+dlpack::DeviceType kind_of_devices(const Devices& devices) {
+  return devices.driver().is_hip ? dlpack::kRocm : dlpack::kCuda;
+}
 
 DeviceArrays& arrays_on_devices(Operation& operation) {
   if (operation.on_devices == nullptr) {

@@ -5,10 +5,14 @@
 #include <memory>
 #include <string>
 
+#include "binding/arrays/dlpack.h"
 #include "collective/operation.h"
 #include "device/devices.h"
 
 namespace multiring::binding {
+
+/// What DLPack calls memory on the devices of a process.
+dlpack::DeviceType kind_of_devices(const Devices& devices);
 
 /// The devices of an operation, which has none yet or these; a usage error if there is no driver.
 DeviceArrays& arrays_on_devices(Operation& operation);

@@ -2,8 +2,6 @@
 
 #include <cstdint>
 
-#include "device/devices.h"
-
 // The part of DLPack 1.3 (github.com/dmlc/dlpack, Apache-2.0) that is needed here: a stable C ABI.
 namespace multiring::binding::dlpack {
 
@@ -15,9 +13,6 @@ enum DeviceType : std::int32_t {
   kRocmHost = 11,
   kCudaManaged = 13
 };
-
-/// What arrays on the devices of a process are.
-inline DeviceType kind_of_devices(const Devices& devices) { return devices.driver().is_hip ? kRocm : kCuda; }
 
 enum TypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
 

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "binding/arrays/array_view.h"
+#include "binding/arrays/devices.h"
 #include "collective/kinds.h"
 
 namespace py = pybind11;
@@ -66,7 +67,7 @@ py::array Result::numpy() const {
 }
 
 dlpack::Device Result::dlpack_device() const {
-  if (on_device()) return {dlpack::kind_of_devices(*Devices::require()), buffer_->buffer().device};
+  if (on_device()) return {kind_of_devices(*Devices::require()), buffer_->buffer().device};
   return {dlpack::kCpu, 0};
 }
 
