@@ -9,12 +9,13 @@ outside of an iteration (between `on_gradients_ready` and the next `on_start`) a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
+from multiring._core import device_of
 from multiring.arrays import address_of, checksum
 from multiring.caffe.passes import BackwardPasses
 from multiring.caffe.shape import Array, Blob, Parameter, Solver, learned_blobs
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from multiring import Communicator
 
 __all__ = ["SolverCallback"]
+
+_DEFAULT_STREAM = 1  # of CUDA, on which Caffe works
 
 # The newest callback of each solver: Caffe has no way to take one off again.
 _newest: weakref.WeakKeyDictionary[Any, weakref.ref[SolverCallback]] = weakref.WeakKeyDictionary()
@@ -59,6 +62,7 @@ class SolverCallback(GradientSource):
         frozen: Collection[str] = (),
         root: int = 0,
         buffers: BufferMode = "broadcast",
+        on_device: bool = False,
         **options: Unpack[ReducerKeywords],
     ) -> None:
         """Compare the net over ranks and allocate buckets.
@@ -74,12 +78,14 @@ class SolverCallback(GradientSource):
             root: Rank whose weights all start from.
             buffers: What happens after each reduction to the statistics of BatchNorm layers: "broadcast":
                 those of the first rank that has data; "average"; "local": nothing, ranks test differently.
+            on_device: Reduce gradients where they lie on a GPU, by `gpu_diff_ptr` of the blobs, which some
+                builds of pycaffe have and the Caffe-style solver. Without it they pass through `.diff`.
             options: How to reduce: fields of `multiring.ReducerOptions`, or `average`. `check_every` compares
                 weights, settings and statistics.
 
         Raises:
-            UsageError: Nothing to reduce, an unknown layer, a dtype that cannot be reduced, or a net that
-                does not call back while `overlap` needs it.
+            UsageError: Nothing to reduce, an unknown layer, a dtype that cannot be reduced, a net that does
+                not call back while `overlap` needs it, or blobs without `gpu_diff_ptr` for `on_device`.
             MismatchError: The ranks have different nets or options.
         """
         self._comm = resolve(comm)
@@ -101,6 +107,7 @@ class SolverCallback(GradientSource):
         self._dtypes = [np.dtype(spec.dtype) for spec in specs]
         # With one rank and no scaling there is nothing to do: gradients stay where they are.
         self._is_local = self._comm.size == 1 and reduction.scale == 1.0
+        self._on_device = on_device and self._check_on_device(overlap)
         self._overlap, self._passes = overlap, BackwardPasses(self._parameters, iter_size)
         self._is_started = self._in_iteration = False
         self._next_iteration, self._seen_iteration = 0, -2
@@ -214,6 +221,8 @@ class SolverCallback(GradientSource):
         copied while the backward pass ran."""
         if self._is_local or self._reducer.is_ready(index):
             return IN_SLOT
+        if self._on_device:
+            return self._on_gpu(index)
         diff = self._diff(index)
         if diff.flags.c_contiguous and diff.flags.writeable:
             return Gradient(address_of(diff), diff)
@@ -311,6 +320,32 @@ class SolverCallback(GradientSource):
                 tensor=self._parameters[index].name,
             )
 
+    def _check_on_device(self, overlap: bool) -> bool:
+        rank = self._comm.rank
+        if overlap:
+            raise UsageError(
+                f"rank {rank}: overlap=True copies gradients to the host as layers make them; leave it or "
+                "on_device=True out"
+            )
+        for parameter in self._parameters:
+            if not hasattr(self._blob(parameter), "gpu_diff_ptr"):
+                raise UsageError(
+                    f"rank {rank}: blob '{parameter.name}' has no gpu_diff_ptr, so where it lies on a GPU is "
+                    "not known; leave on_device=True out"
+                )
+        return True
+
+    def _on_gpu(self, index: int) -> Gradient:
+        parameter, spec = self._parameters[index], self._reducer.specs[index]
+        blob: Any = self._blob(parameter)
+        self._check_form(parameter.name, spec, blob.shape, spec.dtype)
+        address, stream = int(blob.gpu_diff_ptr), getattr(self._net, "gpu_stream", _DEFAULT_STREAM)
+        if not spec.nbytes:
+            return IN_SLOT
+        if stream is None:
+            return Gradient(address, blob)
+        return Gradient(address, blob, device_of(address), stream)
+
     def _copy(self, index: int) -> None:
         """Into its slot: where a blob shows no plain array, and what leaves during a backward pass. If that
         fails half-way, the next iteration clears the diffs before it asks what is still under way."""
@@ -341,10 +376,14 @@ class SolverCallback(GradientSource):
         parameter, spec = self._parameters[index], self._reducer.specs[index]
         diff = self._blob(parameter).diff
         if diff.shape != spec.shape or diff.dtype != self._dtypes[index]:
-            raise UsageError(
-                f"rank {self._comm.rank}: blob '{parameter.name}' has become {diff.dtype} {diff.shape}, it "
-                f"was {spec.dtype} {spec.shape}; close() the callback before changing a net and make another",
-                rank=self._comm.rank,
-                tensor=parameter.name,
-            )
+            self._check_form(parameter.name, spec, diff.shape, diff.dtype.name)
         return diff
+
+    def _check_form(self, name: str, spec: ParameterSpec, shape: Sequence[int], dtype: str) -> None:
+        if (tuple(shape), dtype) != (tuple(spec.shape), spec.dtype):
+            raise UsageError(
+                f"rank {self._comm.rank}: blob '{name}' has become {dtype} {tuple(shape)}, it was "
+                f"{spec.dtype} {spec.shape}; close() the callback before changing a net and make another",
+                rank=self._comm.rank,
+                tensor=name,
+            )

@@ -18,7 +18,11 @@ STATISTICS = {"BatchNorm": 3}
 
 
 class Blob(Protocol):
-    """A blob of pycaffe. Each access to an array may be a new one, over memory that may have moved."""
+    """A blob of pycaffe. Each access to an array may be a new one, over memory that may have moved.
+
+    Besides, `shape` and `gpu_diff_ptr`, the address of the gradient on a GPU, are used where they are asked
+    for (`SolverCallback(on_device=True)`).
+    """
 
     @property
     def data(self) -> Array:
@@ -32,7 +36,8 @@ class Blob(Protocol):
 class Net(Protocol):
     """A net of pycaffe.
 
-    Besides, `_layer_names` and `after_backward(callback)` are used where they exist, and `layers[k].type`.
+    Besides, `_layer_names` and `after_backward(callback)` are used where they exist, and `layers[k].type`;
+    and `gpu_stream`, of a net that does not work on a GPU's default stream, or on none.
     """
 
     @property

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from multiring.caffe.shape import Array, Net, Solver, learned_blobs
+from multiring.caffe.shape import Array, Net, Parameter, Solver, learned_blobs
 from multiring.derived import resolve
 from multiring.errors import MismatchError
 from multiring.gradients.model_check import check_same
@@ -47,7 +47,7 @@ def broadcast_parameters(net: Net, root: int = 0, comm: Communicator | None = No
         UsageError: `root` is not a rank.
         MismatchError: The nets have different layers, shapes or dtypes.
     """
-    broadcast_arrays(resolve(comm), _weights(net), root)
+    broadcast_arrays(resolve(comm), _weights(net, learned_blobs(net)), root)
 
 
 class SolverState:
@@ -72,7 +72,8 @@ class SolverState:
             check_every: Iterations between two comparisons.
         """
         self._solver, self._comm, self._own, self._buffers = solver, comm, own or comm, buffers
-        self._statistics = [p for p in learned_blobs(solver.net) if p.is_statistic]
+        # Once: that asks for gradients, which may lie on a GPU.
+        self._parameters = learned_blobs(solver.net)
         self._check = StateCheck(self._own, check_every, "training state of the solver")
 
     def check_settings(self) -> None:
@@ -83,7 +84,8 @@ class SolverState:
 
     def broadcast(self, root: int) -> None:
         """Overwrite weights and history with those of `root`. Collective."""
-        broadcast_arrays(self._comm, _weights(self._solver.net) | dict(self._history()), root)
+        arrays = _weights(self._solver.net, self._parameters) | dict(self._history())
+        broadcast_arrays(self._comm, arrays, root)
         self._check.compare_next()
 
     def compare_iteration(self, following: int) -> None:
@@ -118,9 +120,8 @@ class SolverState:
         """After a reduction: synchronise statistics, and compare the ranks if it is time to. Collective."""
         if self._comm.size == 1:
             return
-        net = self._solver.net
-        arrays = {found.name: net.params[found.layer][found.number].data for found in self._statistics}
-        sync_arrays(self._own, arrays, self._buffers, active)
+        statistics = [parameter for parameter in self._parameters if parameter.is_statistic]
+        sync_arrays(self._own, _weights(self._solver.net, statistics), self._buffers, active)
         if self._check.due():
             takes_part = active[self._comm.rank] or hasattr(self._solver, "apply_update")
             self._check.compare(self._everything(), active=takes_part)
@@ -143,13 +144,11 @@ class SolverState:
 
     def _everything(self) -> Iterator[tuple[str, object]]:
         yield from self._settings()
-        yield from _weights(self._solver.net, statistics=self._buffers != "local").items()
+        is_local = self._buffers == "local"
+        compared = [parameter for parameter in self._parameters if not (parameter.is_statistic and is_local)]
+        yield from _weights(self._solver.net, compared).items()
         yield from self._history()
 
 
-def _weights(net: Net, *, statistics: bool = True) -> dict[str, Array]:
-    return {
-        found.name: net.params[found.layer][found.number].data
-        for found in learned_blobs(net)
-        if statistics or not found.is_statistic
-    }
+def _weights(net: Net, parameters: Iterable[Parameter]) -> dict[str, Array]:
+    return {found.name: net.params[found.layer][found.number].data for found in parameters}

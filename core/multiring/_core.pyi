@@ -58,6 +58,7 @@ __all__: list[str] = [
     "copy_from_device",
     "copy_streaming",
     "copy_to_device",
+    "device_of",
     "documented_algorithms",
     "dtype_size",
     "find_device_libraries",
@@ -1113,6 +1114,11 @@ def copy_to_device(
 ) -> None:
     """
     Writes bytes to memory of a device, after the work that the stream has now.
+    """
+
+def device_of(address: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    The device whose memory an address is of; -1: memory of the host.
     """
 
 def documented_algorithms() -> list[dict[str, str]]:

@@ -10,8 +10,8 @@ ResNet needs. Everything else is refused with its line.
 
 from __future__ import annotations
 
-from multiring.errors import UsageError
 from multiring.models.caffe.blob import Blob
+from multiring.models.caffe.device import set_device, set_mode_cpu, set_mode_gpu
 from multiring.models.caffe.layer import (
     set_random_seed,
     set_solver_count,
@@ -35,6 +35,7 @@ __all__ = [
     "SGDSolver",
     "Solver",
     "get_solver",
+    "set_device",
     "set_mode_cpu",
     "set_mode_gpu",
     "set_multiprocess",
@@ -44,19 +45,6 @@ __all__ = [
     "solver_count",
     "solver_rank",
 ]
-
-
-def set_mode_cpu() -> None:
-    """Compute on the CPU, as this solver always does."""
-
-
-def set_mode_gpu() -> None:
-    """Refused.
-
-    Raises:
-        UsageError: Always.
-    """
-    raise UsageError("the Caffe-style solver computes on the CPU; call set_mode_cpu(), or use Caffe itself")
 
 
 def set_multiprocess(multiprocess: bool) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from multiring.errors import UsageError
+from multiring.models.caffe.device import CPU, Memory
 
 __all__ = ["Blob", "Shape", "decimal"]
 
@@ -21,23 +22,34 @@ class Blob:
     """Values and gradient of equal shape, allocated when they are first used.
 
     The arrays of a learned blob stay where they are. A layer gives its results in new memory instead, so
-    take `net.blobs[name].data` anew after each pass.
+    take `net.blobs[name].data` anew after each pass. Of a net that computes on a GPU take every array anew:
+    those on the host are copied from there when they are taken, and back when a layer runs next.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
-        self._shape, self.dtype = tuple(shape), dtype
-        self._data: torch.Tensor | None = None
-        self._diff: torch.Tensor | None = None
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        self._shape, self.dtype, self._device = tuple(shape), dtype, device
+        self._data: Memory | None = None
+        self._diff: Memory | None = None
 
     @property
     def data(self) -> Array:
-        """The values: a writable view."""
-        return self.tensor.numpy()
+        """The values: a writable view, or a copy of those on a GPU that is written back."""
+        return self._values().array.reshape(self._shape)
 
     @property
     def diff(self) -> Array:
-        """The gradient: a writable view."""
-        return self.gradient.numpy()
+        """The gradient, likewise."""
+        return self._gradient().array.reshape(self._shape)
+
+    @property
+    def gpu_data_ptr(self) -> int:
+        """Address of the values where they are computed, as builds of pycaffe for GPUs have it."""
+        return self.tensor.data_ptr()
+
+    @property
+    def gpu_diff_ptr(self) -> int:
+        """Address of the gradient, likewise."""
+        return self.gradient.data_ptr()
 
     @property
     def shape(self) -> Shape:
@@ -76,40 +88,53 @@ class Blob:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The values."""
-        if self._data is None:
-            self._data = torch.zeros(self._shape, dtype=self.dtype)
-        return self._data
+        """The values, on the device."""
+        return self._values().tensor.view(self._shape)
 
     @tensor.setter
     def tensor(self, value: torch.Tensor) -> None:
         if tuple(value.shape) != self._shape:
             self.reshape(*value.shape)
-        self._data = value
+        self._data = Memory(value)
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The gradient."""
-        if self._diff is None:
-            self._diff = torch.zeros(self._shape, dtype=self.dtype)
-        return self._diff
+        """The gradient, on the device."""
+        return self._gradient().tensor.view(self._shape)
 
     @gradient.setter
     def gradient(self, value: torch.Tensor) -> None:
-        self._diff = value
+        self._diff = Memory(value)
 
     def share(self, owner: Blob, *, gradient: bool = True) -> None:
         """Have the memory of another blob with as many elements."""
         if owner.count != self.count:
             raise UsageError(f"blobs of shape {self.shape} and {owner.shape} cannot share memory")
-        self._data = owner.tensor.view(self._shape)
+        self._data = owner._values()
         if gradient:
-            self._diff = owner.gradient.view(self._shape)
+            self._diff = owner._gradient()
+
+    def like(self) -> Blob:
+        """Another one of this shape, dtype and device."""
+        return Blob(self._shape, self.dtype, self._device)
 
     def clear_gradient(self) -> None:
         """Set the gradient to zeros."""
         if self._diff is not None:
-            self._diff.zero_()
+            self._diff.tensor.zero_()
+
+    def _values(self) -> Memory:
+        if self._data is None:
+            self._data = self._zeros()
+        return self._data
+
+    def _gradient(self) -> Memory:
+        if self._diff is None:
+            self._diff = self._zeros()
+        return self._diff
+
+    def _zeros(self) -> Memory:
+        return Memory(torch.zeros(self._shape, dtype=self.dtype, device=self._device))
 
     def _legacy(self, axis: int) -> int:
         return self._shape[axis] if axis < len(self._shape) else 1

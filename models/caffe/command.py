@@ -23,6 +23,7 @@ import multiring.caffe
 from multiring import Communicator
 from multiring.derived import derived
 from multiring.errors import MultiringError, UsageError
+from multiring.models.caffe.device import set_device, set_mode_gpu
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.requests import ACTIONS, Requests
 from multiring.models.caffe.schema import TEST, TRAIN
@@ -30,11 +31,6 @@ from multiring.models.caffe.solver import LOG, Solver
 from multiring.models.ranks import has_to_start, run_rank, start_ranks
 
 __all__ = ["add_arguments", "main"]
-
-_GPU_REFUSED = (
-    "--gpu is not supported: the Caffe-style solver computes on the CPU; leave it out, and give -np the "
-    "number of processes"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--model", required=True, metavar="FILE", help="the net's prototxt")
         command.add_argument("--iterations", type=int, default=50, metavar="N", help="(default: 50)")
     for command in (train, test, timing):
-        command.add_argument("--gpu", metavar="IDS", help="refused: there is no computing on GPUs")
+        command.add_argument(
+            "--gpu",
+            metavar="IDS",
+            help="compute on this GPU; `train` takes several (0,1) or all, one rank for each",
+        )
         command.add_argument(
             "--threads", type=int, metavar="N", help="threads of each process (default: Torch's own)"
         )
@@ -85,16 +85,16 @@ def main(args: argparse.Namespace) -> int:
         after a second Ctrl-C. A training that Ctrl-C stopped has taken a snapshot and ends with 0.
     """
     try:
-        if args.gpu is not None:
-            raise UsageError(_GPU_REFUSED)
+        gpus = _gpus(args)
         if args.threads is not None:
             if args.threads < 1:
                 raise UsageError(f"--threads must be at least 1, not {args.threads}")
             torch.set_num_threads(args.threads)
         if args.action == "train":
-            return _train_job(args)
+            return _train_job(args, gpus)
         if args.iterations < 1:
             raise UsageError(f"--iterations must be at least 1, not {args.iterations}")
+        _choose(gpus)
         with _logging():
             (_test if args.action == "test" else _time)(args)
     except UsageError as error:
@@ -106,13 +106,40 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _train_job(args: argparse.Namespace) -> int:
+def _gpus(args: argparse.Namespace) -> list[int]:
+    """The numbers of `--gpu`; none: the prototxt decides."""
+    if args.gpu is None:
+        return []
+    words = args.gpu.split(",")
+    if args.gpu == "all":
+        words = list(map(str, range(torch.cuda.device_count() or 1)))
+    if not all(word.isdecimal() for word in words):
+        raise UsageError(f"--gpu {args.gpu}: give numbers of GPUs, as in 0,1, or all")
+    if args.action != "train" and len(words) > 1:
+        raise UsageError(f"--gpu {args.gpu}: only train uses several GPUs")
+    return list(map(int, words))
+
+
+def _choose(gpus: list[int]) -> None:
+    if gpus:
+        set_device(gpus[0])
+        set_mode_gpu()
+
+
+def _train_job(args: argparse.Namespace, gpus: list[int]) -> int:
     if args.snapshot and args.weights:
         raise UsageError("give --snapshot to continue or --weights to start from, not both")
     if args.np is not None and args.np < 1:
         raise UsageError(f"-np must be at least 1, not {args.np}")
+    if len(gpus) > 1 and args.np is None:
+        args.np = len(gpus)
     if has_to_start(args.np):
-        _start(args)
+        _start(args, gpus)
+    if len(gpus) > 1:
+        raise UsageError(
+            f"--gpu {args.gpu} inside of a job: let `multiring run --devices` give each rank one"
+        )
+    _choose(gpus)
 
     def run(comm: Communicator) -> int:
         with _logging():
@@ -122,9 +149,11 @@ def _train_job(args: argparse.Namespace) -> int:
     return run_rank("multiring caffe", args.np, run)
 
 
-def _start(args: argparse.Namespace) -> NoReturn:
+def _start(args: argparse.Namespace, gpus: list[int]) -> NoReturn:
     # Untagged: rank 0 alone logs, and what reads Caffe's logs (parse_log.py) takes no "[0]" before the time.
     words = ["--no-tag-output", "-m", "multiring", "caffe", "train", "--solver", args.solver]
+    if gpus:  # each rank sees one, by the number 0
+        words = ["--devices", ",".join(map(str, gpus)), *words, "--gpu", "0"]
     for name in ("snapshot", "weights", "threads", "sigint_effect", "sighup_effect"):
         if (value := getattr(args, name)) is not None:
             words += [f"--{name}", str(value)]
@@ -147,12 +176,13 @@ def _train(args: argparse.Namespace, comm: Communicator) -> None:
     for path in (args.weights or "").split(","):
         if path:
             solver.net.copy_from(path)
-    callback = None
+    callback, is_on_gpu = None, solver.net.gpu_stream is not None
     if comm.size > 1:
         callback = multiring.caffe.SolverCallback(
             solver,
             comm,
-            overlap=not args.no_overlap,
+            overlap=not (args.no_overlap or is_on_gpu),
+            on_device=is_on_gpu,
             iter_size=solver.param.iter_size,
             frozen=solver.net.frozen_layers(),
         )

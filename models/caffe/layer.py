@@ -12,6 +12,7 @@ import torch
 
 from multiring.errors import UsageError
 from multiring.models.caffe.blob import Blob, Shape
+from multiring.models.caffe.device import CPU
 from multiring.models.caffe.fillers import fill
 from multiring.models.caffe.prototxt import Location, PrototxtError
 
@@ -48,6 +49,7 @@ class Context:
         phase: `TRAIN` or `TEST`.
         dtype: Of all blobs.
         generator: Source of random numbers.
+        device: Where all blobs lie, and their layers compute.
         seed: Seed of what depends on a sample's number rather than on the generator.
         shard: This rank and the number of ranks, for data layers in training.
         comm: Ranks over whose batches BatchNorm normalises; None for this one's alone.
@@ -57,6 +59,7 @@ class Context:
     phase: int
     dtype: torch.dtype
     generator: torch.Generator
+    device: torch.device = CPU
     seed: int = 0
     shard: tuple[int, int] = (0, 1)
     comm: Communicator | None = None
@@ -178,7 +181,7 @@ class Layer(ABC):
 
     def add_blob(self, shape: Shape, *filler: str) -> Blob:
         """Append a learned blob, filled by the filler that the fields `filler` lead to."""
-        blob = Blob(shape, self.context.dtype)
+        blob = Blob(shape, self.context.dtype, self.context.device)
         self.blobs.append(blob)
         if filler:
             found = self.param

@@ -96,7 +96,7 @@ class MemoryData(_Source):
             raise UsageError(f"layer {self.name!r} has no data; call net.set_input_arrays(data, labels)")
         part = slice(self._position, self._position + self.shape[0])
         self._position = part.stop % len(self._arrays[0])
-        return [array[part].clone() for array in self._arrays]
+        return [array[part].to(self.context.device, copy=True) for array in self._arrays]
 
 
 class DataLayer(_Source):
@@ -145,7 +145,7 @@ class DataLayer(_Source):
         numbers = [(first + k) * self._size + self._rank for k in range(self.batch_size)]
         images, labels = zip(*map(self._load, numbers), strict=True)
         tops = [torch.from_numpy(np.stack(images)), torch.tensor(labels)]
-        return [top.to(self.context.dtype) for top in tops[: len(self.param.top)]]
+        return [top.to(self.context.device, self.context.dtype) for top in tops[: len(self.param.top)]]
 
     def _load(self, number: int) -> tuple[Array, float]:
         epoch, index = divmod(number, len(self.samples))

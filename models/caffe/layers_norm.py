@@ -60,7 +60,7 @@ class BatchNorm(Layer):
             return [self._normalised(x)]
         if self.context.comm is not None and self.context.comm.size > 1:
             return [self._forward_over_ranks(x)]
-        self._mean, unbiased = (torch.zeros(self._channels, dtype=x.dtype) for _ in range(2))
+        self._mean, unbiased = (x.new_zeros(self._channels) for _ in range(2))
         if x.numel() // self._channels < 2:
             # A single value per channel is its own mean; the kernel below would divide by zero.
             if not x.numel():

@@ -213,8 +213,9 @@ class Pooling(Layer):
 
     def _areas(self) -> torch.Tensor:
         """By what the sum of each window is divided."""
-        lengths = []
+        x, lengths = self._shown, []
         for k in (0, 1):
-            starts = torch.arange(self._pooled[k], dtype=self._shown.dtype) * self._stride[k] - self._pad[k]
+            numbers = torch.arange(self._pooled[k], dtype=x.dtype, device=x.device)
+            starts = numbers * self._stride[k] - self._pad[k]
             lengths.append((starts + self._kernel[k]).clamp(max=self._extents[k] + self._pad[k]) - starts)
         return torch.outer(*lengths)

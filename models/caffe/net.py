@@ -14,6 +14,7 @@ import torch
 from multiring.errors import UsageError
 from multiring.models.caffe import layers_basic, layers_loss, layers_norm, layers_vision
 from multiring.models.caffe.blob import Array, Blob
+from multiring.models.caffe.device import device_of_net
 from multiring.models.caffe.layer import Context, Layer, draw_seed, make_layer
 from multiring.models.caffe.layers_data import DataLayer, MemoryData
 from multiring.models.caffe.learnable import Learnable, collect_learnable
@@ -58,6 +59,7 @@ class Net:
         dtype: str = "float32",
         seed: int | None = None,
         sync_batch_norm_comm: Communicator | None = None,
+        device: str | None = None,
     ) -> None:
         """Build the net of a prototxt.
 
@@ -71,6 +73,8 @@ class Net:
             seed: Seed of the fillers; drawn by default, see `set_random_seed`.
             sync_batch_norm_comm: Ranks over whose batches BatchNorm layers normalise in training. Each
                 then takes a collective in every forward and backward pass.
+            device: What Torch is to compute on, "cpu" or "cuda:0"; by default what `set_mode_gpu` or
+                `set_mode_cpu` have said, or the CPU.
 
         Raises:
             PrototxtError: The file is wrong or asks for what is not supported.
@@ -80,7 +84,9 @@ class Net:
         param.state.stage.extend(stages)
         seed = draw_seed() if seed is None else seed
         generator = torch.Generator().manual_seed(seed)
-        context = Context(phase, DTYPES[dtype], generator, seed=seed, comm=sync_batch_norm_comm)
+        context = Context(
+            phase, DTYPES[dtype], generator, device_of_net(device), seed, comm=sync_batch_norm_comm
+        )
         self._build(param, location, context)
         if weights is not None:
             self.copy_from(weights)
@@ -128,13 +134,19 @@ class Net:
             if top in self.blobs and top not in layer.param.bottom:
                 raise layer.error(f"blob {top!r} is given by an earlier layer already", "top", number)
             if top not in self.blobs:
-                self.blobs[top] = Blob(shape, self._context.dtype)
+                self.blobs[top] = Blob(shape, self._context.dtype, self._context.device)
             weight = layer.param.loss_weight[number] if number < len(layer.param.loss_weight) else 0.0
             self._weights[top] = float(weight)
         for name in layer.param.bottom:
             unread.pop(name, None)
         unread.update(dict.fromkeys(layer.param.top))
         self.layers.append(layer)
+
+    @property
+    def gpu_stream(self) -> int | None:
+        """The stream of the GPU that the layers run on now; None: they compute on the CPU."""
+        device = self._context.device
+        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
     @property
     def layer_dict(self) -> OrderedDict[str, Layer]:

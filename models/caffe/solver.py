@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from multiring.errors import UsageError
 from multiring.models.caffe.blob import Array, decimal
+from multiring.models.caffe.device import CPU, chosen_device, find_device
 from multiring.models.caffe.layer import Context, draw_seed, process_shard
 from multiring.models.caffe.net import DTYPES, Net
 from multiring.models.caffe.nets import test_nets, train_net
@@ -58,6 +60,7 @@ class Solver:
         shard: tuple[int, int] | None = None,
         seed: int | None = None,
         sync_batch_norm_comm: Communicator | None = None,
+        device: str | None = None,
     ) -> None:
         """Build the solver and its nets.
 
@@ -71,6 +74,8 @@ class Solver:
             seed: Used where the prototxt has no `random_seed`; drawn by default, see `set_random_seed`. Give
                 all ranks the same: it decides the order of shuffled data, of which each takes its part.
             sync_batch_norm_comm: See `Net`.
+            device: What Torch is to compute on, "cpu" or "cuda:0"; by default what `set_mode_gpu` or
+                `set_mode_cpu` have said, else what the prototxt says by solver_mode and device_id.
 
         Raises:
             PrototxtError: A file is wrong or asks for what is not supported; names file and line.
@@ -92,6 +97,7 @@ class Solver:
             seed=seed,
             shard=shard,
             comm=sync_batch_norm_comm,
+            device=self._device(location) if device is None else torch.device(device),
         )
         self.net: Net = train_net(self.param, location, context)
         self.test_nets: list[Net] = test_nets(self.param, location, context)
@@ -165,7 +171,7 @@ class Solver:
     def history(self) -> list[Array]:
         """The arrays of the update rule, writable, in the order in which snapshots have them. pycaffe has no
         such thing."""
-        return [array.numpy() for array in self.rule.history]
+        return [blob.data for blob in self.rule.history]
 
     @property
     def lr(self) -> float:
@@ -228,7 +234,7 @@ class Solver:
         if path.suffix == ".h5":
             raise CheckpointError(f"{path}: HDF5 snapshots are not read; take binary ones")
         state = read_state(path)
-        shapes = [tuple(array.shape) for array in self.rule.history]
+        shapes = [blob.shape for blob in self.rule.history]
         if [array.shape for array in state.history] != shapes:
             raise CheckpointError(
                 f"{path} holds {len(state.history)} arrays of history; this solver has {len(shapes)} of the "
@@ -238,7 +244,7 @@ class Solver:
             model = Path(state.learned_net)
             self.net.copy_from(model if model.exists() else path.with_name(model.name))
         for mine, found in zip(self.rule.history, state.history, strict=True):
-            mine.copy_(torch.from_numpy(found))
+            mine.data[...] = found
         self.iter, self._policy.current_step = state.iteration, state.current_step
         self.net.seek(self.iter * self.param.iter_size)
 
@@ -258,8 +264,6 @@ class Solver:
             raise location.error("snapshot_format: HDF5 is not supported", "snapshot_format")
         if param.snapshot_diff:
             raise location.error("snapshot_diff is not supported", "snapshot_diff")
-        if param.HasField("solver_mode") and param.solver_mode == _GPU:
-            self._log(f"{location.file}: solver_mode: GPU is left aside; this solver computes on the CPU")
         if not param.snapshot_prefix:
             param.snapshot_prefix = os.path.splitext(location.file)[0]  # as newer Caffes do
         elif os.path.isdir(param.snapshot_prefix):
@@ -267,6 +271,21 @@ class Solver:
         directory = Path(param.snapshot_prefix).parent
         if (param.snapshot or param.snapshot_after_train) and not os.access(directory, os.W_OK):
             raise location.error(f"cannot write snapshots to {directory}: does it exist?", "snapshot_prefix")
+
+    def _device(self, location: Location) -> torch.device:
+        """What is to compute. Prototxt files of others say GPU as a rule, and are of use without one."""
+        param = self.param
+        if (chosen := chosen_device()) is not None:
+            return chosen
+        if not param.HasField("solver_mode") or param.solver_mode != _GPU:
+            return CPU
+        if not torch.cuda.is_available():
+            self._log(f"{location.file}: solver_mode: GPU, but Torch sees none; computing on the CPU")
+            return CPU
+        try:
+            return find_device(param.device_id if param.HasField("device_id") else None)
+        except UsageError as error:
+            raise location.error(str(error), "device_id") from error
 
     def make_rule(self) -> Rule:
         """The update rule; a subclass may bring one of its own."""

@@ -104,7 +104,7 @@ class Rule(ABC):
     """An update rule: turns the gradients of learned blobs into steps to subtract.
 
     Attributes:
-        history: Arrays that the rule keeps, in the order in which Caffe's snapshots have them.
+        history: What the rule keeps, in the order in which Caffe's snapshots have them.
     """
 
     arrays = 1  # per learned blob
@@ -112,7 +112,7 @@ class Rule(ABC):
     def __init__(self, param: Any, learnable: Sequence[Learnable]) -> None:
         self._momentum = decimal(param.momentum)
         self._count = len(learnable)
-        self.history = [torch.zeros_like(one.blob.tensor) for _ in range(self.arrays) for one in learnable]
+        self.history = [one.blob.like() for _ in range(self.arrays) for one in learnable]
 
     @abstractmethod
     def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
@@ -130,7 +130,7 @@ class Momentum(Rule):
     """Caffe's "SGD": history = momentum * history + rate * gradient; the step is the history."""
 
     def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
-        history = self.history[number]
+        history = self.history[number].tensor
         history.mul_(self._momentum).add_(gradient, alpha=rate)
         gradient.copy_(history)
 
@@ -139,7 +139,7 @@ class Nesterov(Rule):
     """Caffe's "Nesterov": the step is (1 + momentum) * new history - momentum * old history."""
 
     def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
-        history = self.history[number]
+        history = self.history[number].tensor
         before = history.clone()
         history.mul_(self._momentum).add_(gradient, alpha=rate)
         torch.mul(history, 1 + self._momentum, out=gradient)
@@ -157,7 +157,7 @@ class Adam(Rule):
 
     def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
         first, second = self._momentum, self._second
-        mean, square = self.history[number], self.history[number + self._count]
+        mean, square = (self.history[k].tensor for k in (number, number + self._count))
         mean.mul_(first).add_(gradient, alpha=1 - first)
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         correction = math.sqrt(1 - second ** (iteration + 1)) / (1 - first ** (iteration + 1))

@@ -38,7 +38,7 @@ class _PlainMomentum(Rule):
     nesterov = False
 
     def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
-        history = self.history[number]
+        history = self.history[number].tensor
         history.mul_(self._momentum).add_(gradient)
         if self.nesterov:
             gradient.add_(history, alpha=self._momentum).mul_(rate)
@@ -167,7 +167,7 @@ class CaffeTrainer(Trainer):
             if learnable.lr_mult:
                 layer, _, number = learnable.name.removesuffix("]").rpartition("[")
                 kind = "bias" if int(number) else "weight"
-                found[f"{layer.removesuffix('.scale')}.{kind}"] = history.numpy()
+                found[f"{layer.removesuffix('.scale')}.{kind}"] = history.data
         return found
 
     def _sums(self, net: Net, batch: Batch) -> Sums:

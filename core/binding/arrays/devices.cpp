@@ -104,6 +104,14 @@ void bind_devices(py::module_& module) {
       py::arg("sites"), "Opens the libraries for devices; sites: folders that wheels are installed in.");
   module.def("tell_sites", &tell_sites,
              "Lets libraries for devices be found in the folders of sys.path; for arrays of native code.");
+  module.def(
+      "device_of",
+      [](std::uintptr_t address) {
+        Buffer memory{.address = reinterpret_cast<std::byte*>(address)};
+        Devices::require()->locate(memory);
+        return memory.on_device() ? memory.device : -1;
+      },
+      py::arg("address"), "The device whose memory an address is of; -1: memory of the host.");
   module.def("copy_from_device", &copy_from_device, py::arg("address"), py::arg("nbytes"), py::arg("device"),
              py::arg("stream"), "Memory of a device as bytes, after the work that the stream has now.");
   module.def("copy_to_device", &copy_to_device, py::arg("address"), py::arg("data"), py::arg("device"),

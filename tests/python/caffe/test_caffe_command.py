@@ -129,7 +129,9 @@ def test_ctrl_c_stops_with_a_snapshot_to_continue_from(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "train --solver SOLVER --gpu 0": "--gpu is not supported: the Caffe-style solver",
+    "train --solver SOLVER --gpu 0": "Torch sees no GPU; compute on the CPU",
+    "train --solver SOLVER --gpu 0,x": "--gpu 0,x: give numbers of GPUs, as in 0,1, or all",
+    "test --model SOLVER --weights b --gpu 0,1": "only train uses several GPUs",
     "train --solver SOLVER -np 0": "-np must be at least 1",
     "train --solver SOLVER --snapshot a --weights b": "not both",
     "train --solver SOLVER --threads 0": "--threads must be at least 1",
