@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from multiring.cli import main
-from multiring.models.caffe import TEST, Net
+from multiring.errors import UsageError
+from multiring.models.caffe import TEST, Net, command
 from multiring.models.caffe.snapshots import read_net, read_state
 from tests.support import Job, run_multiring, wait_until
 
@@ -141,9 +143,37 @@ REFUSED = {
 }
 
 
-def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     solver = write(tmp_path, max_iter=1)
     for words, told in REFUSED.items():
         code = 1 if told.startswith("cannot read") else 2  # a file, an option
         assert main(["caffe", *(solver if word == "SOLVER" else word for word in words.split())]) == code
         assert re.search(told, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "devices"),
+    [
+        ("--gpu 0,1", 2, "0,1"),
+        ("--gpu all", 3, "0,1,2"),
+        ("--gpu 1,1 -np 2", 2, "1,1"),
+        ("--gpu 2 -np 1", 1, "2"),
+    ],
+)
+def test_a_rank_for_each_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, ranks: int, devices: str
+) -> None:
+    started = []
+
+    def start(count: int, *words: str) -> None:
+        started.append((count, " ".join(words)))
+        raise UsageError("started")
+
+    monkeypatch.setattr(command, "start_ranks", start)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    main(["caffe", "train", "--solver", write(tmp_path, max_iter=1), *given.split()])
+    ((count, words),) = started
+    assert count == ranks
+    assert f"--devices {devices} " in words
+    assert "--gpu 0" in words  # of those that a rank sees
