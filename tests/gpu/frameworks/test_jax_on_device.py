@@ -26,7 +26,8 @@ def _is_there(array: Any) -> bool:
 
 def _late(jax: Any, x: Any) -> Any:
     """The same values, which take the device some milliseconds."""
-    wait = jax.numpy.ones((1500, 1500), x.dtype)
+    # Of the values, so that it is neither shared by several calls nor moved out of a loop.
+    wait = jax.numpy.ones((1500, 1500), x.dtype) + 0 * x.sum()
     for _ in range(20):
         wait = jax.numpy.sin(wait @ wait) / 1500
     return x + 0 * wait.sum()
