@@ -74,6 +74,7 @@ NamedRequest::Done calling(mr_queue* queue, mr_done done, void* context) {
 /// What fails on a device breaks the queue on all ranks, but for what the caller has asked for wrongly.
 template <class Body>
 void on_device(mr_queue* queue, const Body& body) {
+  const std::shared_ptr<NamedQueue> target = queue->get();
   try {
     body();
   } catch (const DeviceError& failure) {
@@ -82,7 +83,7 @@ void on_device(mr_queue* queue, const Body& body) {
     context.host = queue->host();
     const Error named(failure.kind(), "rank " + std::to_string(context.rank) + ": " + failure.what(),
                       context);
-    if (failure.kind() != ErrorKind::kUsage) queue->get()->abort(named);
+    if (failure.kind() != ErrorKind::kUsage) target->abort(named);
     throw named;
   }
 }

@@ -96,6 +96,7 @@ void Devices::locate(Buffer& buffer) const {
       driver_.pointer_attributes(static_cast<unsigned>(std::size(attributes)), attributes, values,
                                  reinterpret_cast<cuda::Pointer>(buffer.address));
   const bool is_unknown = driver_.is_hip && result == cuda::kInvalidValue;  // memory of the host
+  if (is_unknown) driver_.forget();
   if (!is_unknown) driver_.check(result, "cuPointerGetAttributes");
   buffer.kind = managed != 0                  ? MemoryKind::kManaged
                 : type == cuda::kDeviceMemory ? MemoryKind::kDevice
@@ -104,15 +105,20 @@ void Devices::locate(Buffer& buffer) const {
   buffer.device = buffer.kind == MemoryKind::kHost ? -1 : ordinal;
 }
 
-// Events of a captured stream would make the streams of copies part of the graph.
-void Devices::refuse_capture(int device, cuda::Stream stream) const {
-  int capturing = 0;
-  const cuda::Result result = driver_.stream_is_capturing(stream, &capturing);
+void Devices::refuse_stream_elsewhere(int device, cuda::Result result) {
   if (result == cuda::kInvalidContext || result == cuda::kInvalidHandle)
     throw DeviceError(ErrorKind::kUsage,
                       "the array on device " + std::to_string(device) +
                           " names a stream of another device; make its device the current one, so that its "
                           "library names a stream of that");
+}
+
+// Events of a captured stream would make the streams of copies part of the graph.
+void Devices::refuse_capture(int device, cuda::Stream stream) const {
+  int capturing = 0;
+  const cuda::Result result = driver_.stream_is_capturing(stream, &capturing);
+  if (result != cuda::kSuccess) driver_.forget();
+  refuse_stream_elsewhere(device, result);
   if (capturing != 0 || cuda::is_of_capture(result))
     throw DeviceError(ErrorKind::kUsage,
                       "the stream of the array on device " + std::to_string(device) +
@@ -158,10 +164,14 @@ std::shared_ptr<std::byte> Devices::pinned(int device, std::size_t bytes) {
 std::byte* Devices::allocate_pinned(int device, std::size_t bytes) {
   const Current current(*this, device);
   void* made = nullptr;
-  cuda::Result result = driver_.host_alloc(&made, bytes, cuda::kHostAllocPortable);
+  // HIP's is portable in any case, and coherent, so that an event tells when a copy is seen, without flags
+  // only.
+  const unsigned flags = driver_.is_hip ? 0 : cuda::kHostAllocPortable;
+  cuda::Result result = driver_.host_alloc(&made, bytes, flags);
   if (result == cuda::kOutOfMemory) {
+    driver_.forget();
     free_pinned(device, take_largest_idle(0));
-    result = driver_.host_alloc(&made, bytes, cuda::kHostAllocPortable);
+    result = driver_.host_alloc(&made, bytes, flags);
   }
   driver_.check(result, "cuMemHostAlloc of " + std::to_string(bytes) + " bytes of pinned host memory");
   return static_cast<std::byte*>(made);

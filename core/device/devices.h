@@ -44,6 +44,9 @@ class MULTIRING_API Devices : public std::enable_shared_from_this<Devices>, Immo
   /// A usage error if the stream is being captured into a graph, or is of another device. Its device's
   /// context has to be current.
   void refuse_capture(int device, cuda::Stream stream) const;
+  /// A usage error if this is how a call with a stream of another device fails. HIP's first one that does is
+  /// the record of an event.
+  static void refuse_stream_elsewhere(int device, cuda::Result result);
   /// Gives the stream of `to` a copy of as many bytes on its device.
   void copy(const Buffer& to, const std::byte* from);
 

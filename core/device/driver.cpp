@@ -84,6 +84,7 @@ std::string fill(const SharedLibrary& library, Driver* driver) {
   if (driver->is_hip) {
     find("cuGetDevice", &driver->get_device);
     find("cuSetDevice", &driver->set_device);
+    find("cuGetLastError", &driver->last_error);
   } else {
     find("cuDevicePrimaryCtxRetain", &driver->primary_context_retain);
     find("cuCtxPushCurrent_v2", &driver->context_push);
@@ -124,9 +125,10 @@ const char* advice(Result error) {
 std::string Driver::load(const SharedLibrary& library) {
   *this = {};
   const std::string missing = fill(library, this);
+  // From here on it may have threads: HIP starts when it is asked for its version.
+  if (is_hip || missing.empty()) library.keep();
   if (!missing.empty())
     return "driver " + version() + " has no function " + missing + ": a newer driver is needed";
-  library.keep();  // from here on it may have threads: asked for its version, HIP starts
   if (is_hip && major_version() < kOldestHip)
     return "HIP " + version() + ", whose kinds of memory have other numbers: ROCm 6 or newer is needed";
   const Result result = init(0);
@@ -136,12 +138,12 @@ std::string Driver::load(const SharedLibrary& library) {
 
 bool Driver::load(const char* library, Driver* driver, std::string* why) {
   const std::string names[] = {library};
-  return load(names, driver, why);
+  return load(SharedLibrary::candidates(names, "", {}), driver, why);
 }
 
-bool Driver::load(std::span<const std::string> libraries, Driver* driver, std::string* why) {
+bool Driver::load(std::span<const SharedLibrary::Candidate> libraries, Driver* driver, std::string* why) {
   const auto refuse = [driver](const SharedLibrary& found) { return driver->load(found); };
-  return SharedLibrary::open(SharedLibrary::candidates(libraries, "", {}), refuse, why).has_value();
+  return SharedLibrary::open(libraries, refuse, why).has_value();
 }
 
 const Driver* Driver::find(std::string* why) {
@@ -151,9 +153,16 @@ const Driver* Driver::find(std::string* why) {
   static std::once_flag once;
   std::call_once(once, [] {
     // One by one: a library that is there and of no use ends its own search.
-    std::string why_not;
-    usable = load(kCuda, &driver, &reason) || load(kHip, &driver, &why_not);
-    if (!usable) reason += "; " + why_not;
+    std::string whys[2];
+    for (const bool is_loaded : {true, false})
+      for (std::size_t maker = 0; maker < 2 && !usable; ++maker) {
+        if (!whys[maker].empty()) continue;
+        auto places =
+            SharedLibrary::candidates(maker == 0 ? std::span<const std::string>(kCuda) : kHip, "", {});
+        std::erase_if(places, [&](const auto& each) { return each.has_to_be_there != is_loaded; });
+        usable = load(places, &driver, &whys[maker]);
+      }
+    reason = whys[0] + "; " + whys[1];
   });
   if (usable) return &driver;
   *why = reason;
@@ -187,6 +196,7 @@ std::string Driver::describe(Result error) const {
 
 void Driver::check(Result result, const std::string& what) const {
   if (result == kSuccess) return;
+  forget();
   throw DeviceError(ErrorKind::kInternal, (is_hip ? in_words_of_hip(what) : what) +
                                               " failed: " + describe(result) + "." + advice(result));
 }

@@ -83,6 +83,7 @@ struct MULTIRING_API Driver {
   // HIP's in the place of these three: its contexts do not give back the device that was current.
   Result (*get_device)(int* ordinal);
   Result (*set_device)(int ordinal);
+  Result (*last_error)();  // of HIP: see `forget`
   Result (*exchange_capture_mode)(int* mode);
   Result (*pointer_attributes)(unsigned count, PointerAttribute* attributes, void** values, Pointer pointer);
   Result (*stream_create)(Stream* stream, unsigned flags);
@@ -113,7 +114,7 @@ struct MULTIRING_API Driver {
   std::string missing_for_peers;  ///< the first of these that the library lacks; empty: none
 
   /// The driver of this machine, loaded and initialised at the first call; null, with the reason in `why`, if
-  /// there is none that can be used.
+  /// there is none that can be used. The one that the process has loaded comes first, then CUDA's.
   static const Driver* find(std::string* why);
   /// The stream of a number, of which 1 is the one that orders with all blocking streams of a device: older
   /// HIP knows that by 0 alone.
@@ -123,10 +124,15 @@ struct MULTIRING_API Driver {
   /// Fills the table from a library (of this name if the process has it, else of the system's).
   static bool load(const char* library, Driver* driver, std::string* why);
   /// The same from the first that can be used.
-  static bool load(std::span<const std::string> libraries, Driver* driver, std::string* why);
+  static bool load(std::span<const SharedLibrary::Candidate> libraries, Driver* driver, std::string* why);
   /// Fills the table and initialises the driver. Why it cannot be used; empty: it can.
   std::string load(const SharedLibrary& library);
 
+  /// To be called when a call has failed: HIP's last error is the thread's, whoever made the call, and the
+  /// program would take it for one of its own.
+  void forget() const {
+    if (is_hip) last_error();
+  }
   /// Raises a DeviceError unless `result` is kSuccess. `what`: "cuEventRecord on device 0".
   void check(Result result, const std::string& what) const;
   /// The CUDA that it runs, 13, or the HIP; 0: unknown.

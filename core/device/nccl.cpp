@@ -72,7 +72,13 @@ const Library* Library::find(std::string* why) {
     const cuda::Driver* const driver = cuda::Driver::find(&no_driver);
     const bool is_hip = driver != nullptr && driver->is_hip;
     const std::string names[] = {is_hip ? "librccl.so.1" : "libnccl.so.2"};
-    const auto refuse = [](const SharedLibrary& found) { return library.load(found); };
+    const auto refuse = [&](const SharedLibrary& found) -> std::string {
+      // Of what RCCL depends on. Streams of one HIP mean nothing to another one.
+      void* const its = is_hip ? found.find("hipGetDevice") : nullptr;
+      if (its != nullptr && its != reinterpret_cast<void*>(driver->get_device))
+        return "it uses another HIP than this process";
+      return library.load(found);
+    };
     const std::vector<std::string> sites = SharedLibrary::known_sites();
     usable = SharedLibrary::open(SharedLibrary::candidates(names, "nvidia/nccl/lib", sites), refuse, &reason)
                  .has_value();

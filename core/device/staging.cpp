@@ -25,6 +25,8 @@ Staging::Recorded Staging::record(int device, cuda::Stream stream) {
   const Recorded recorded{device, stream, devices_->take_event(device)};
   const cuda::Result result = devices_->driver().event_record(recorded.event, stream);
   if (result != cuda::kSuccess) devices_->release_event(device, recorded.event);
+  if (result != cuda::kSuccess) devices_->driver().forget();
+  if (devices_->driver().is_hip) Devices::refuse_stream_elsewhere(device, result);
   devices_->driver().check(result, cuda::on("cuEventRecord", device));
   return recorded;
 }
@@ -38,6 +40,15 @@ void Staging::order_after(const Buffer& array) {
   const Devices::Current current(*devices_, array.device);
   devices_->refuse_capture(array.device, stream);
   before_.push_back(record(array.device, stream));
+  if (devices_->driver().is_hip && stream != nullptr) follow(before_.back());
+}
+
+void Staging::follow(Recorded& before) {
+  const cuda::Stream own = devices_->down(before.device);
+  devices_->driver().check(devices_->driver().stream_wait_event(own, before.event, 0),
+                           cuda::on("cuStreamWaitEvent", before.device));
+  const cuda::Event event = record(before.device, own).event;
+  devices_->release_event(before.device, std::exchange(before.event, event));
 }
 
 void Staging::order_before(int device, cuda::Stream stream) {

@@ -38,6 +38,7 @@ HIP_NAMES = {
     "hipDeviceGetPCIBusId": "cuDeviceGetPCIBusId",
     "hipGetDevice": "",  # its own
     "hipSetDevice": "",
+    "hipGetLastError": "",
     "hipThreadExchangeStreamCaptureMode": "cuThreadExchangeStreamCaptureMode",
     "hipDrvPointerGetAttributes": "cuPointerGetAttributes",
     "hipStreamCreateWithFlags": "cuStreamCreate",

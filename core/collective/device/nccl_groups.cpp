@@ -17,6 +17,7 @@ namespace {
 /// What a rank tells of its NCCL, through staging memory.
 struct Offer {
   int version = 0;
+  bool is_rccl = false;           ///< whose versions have the same numbers
   bool shares_devices = false;    ///< the user lets several ranks use one device
   std::array<char, 16> device{};  ///< which it is, whatever number it has in this process
   int host = 0;                   ///< where that is known within one host only
@@ -39,6 +40,7 @@ Offer offer_of(const Devices& devices, const nccl::Library& library, int device,
   cuda::Device handle = 0;
   const cuda::Driver& driver = devices.driver();
   driver.check(driver.device_get(&handle, device), cuda::on("cuDeviceGet", device));
+  offer.is_rccl = driver.is_hip;
   if (driver.is_hip) {  // "0000:03:00.0", of a host
     const int size = static_cast<int>(offer.device.size());
     driver.check(driver.device_pci_id(offer.device.data(), size, handle),
@@ -60,6 +62,8 @@ std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchang
   bool may_share = true;
   for (std::size_t rank = 0; rank < offers.size(); ++rank) {
     const Offer& each = offers[rank];
+    if (each.is_rccl != offers[0].is_rccl)
+      return name(0) + " and " + name(rank) + " have devices of different makers";
     if (each.version != offers[0].version)
       return name(0) + " has NCCL " + nccl::version_text(offers[0].version) + ", " + name(rank) + " has " +
              nccl::version_text(each.version);

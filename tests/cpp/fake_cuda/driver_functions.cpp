@@ -27,6 +27,8 @@ constexpr bool kIsHip = false;
 
 thread_local std::vector<int> contexts;  // devices, the last one is current
 thread_local int capture_mode = 0;
+constexpr Result kCapturedEvent = 907;
+thread_local Result last_error = kSuccess;  // of HIP: it stays until it is asked for
 
 FakeMachine& machine() { return FakeMachine::current(); }
 
@@ -51,7 +53,10 @@ struct Call {
     if (stream == nullptr || (kIsHip && is_of_cuda))
       result = kInvalidHandle;
     else if (stream->device != current_device())
-      result = kInvalidContext;
+      result = kIsHip ? kInvalidHandle : kInvalidContext;
+  }
+  ~Call() {
+    if (result != kSuccess) last_error = result;
   }
 
   std::unique_lock<std::recursive_mutex> lock;
@@ -132,6 +137,8 @@ FAKE_CUDA Result hipSetDevice(int ordinal) {
   contexts.assign(1, ordinal);
   return kSuccess;
 }
+
+FAKE_CUDA Result hipGetLastError() { return std::exchange(last_error, kSuccess); }
 #endif
 
 FAKE_CUDA Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
@@ -162,6 +169,7 @@ FAKE_CUDA Result cuPointerGetAttributes(unsigned count, PointerAttribute* attrib
   const std::lock_guard lock(machine().mutex());
   if (const Result failed = machine().enter("pointer_attributes", -1); failed != kSuccess) return failed;
   const FakeMachine::Block* const block = machine().block_of(as_memory(pointer));
+  if (kIsHip && block == nullptr) return last_error = kInvalidValue;
   const MemoryKind kind = block != nullptr ? block->kind : MemoryKind::kHost;
   for (unsigned i = 0; i < count; ++i) {
     if (attributes[i] == kMemoryType)
@@ -189,8 +197,9 @@ FAKE_CUDA Result cuStreamWaitEvent(Stream stream, Event event, unsigned) {
 
 FAKE_CUDA Result cuStreamIsCapturing(Stream stream, int* status) {
   const Call call("stream_is_capturing", stream);
-  if (call.result == kSuccess) *status = call.stream->capturing ? 1 : 0;
-  return call.result;
+  const bool is_there = call.result == kSuccess || (kIsHip && call.stream != nullptr);
+  if (is_there) *status = call.stream->capturing ? 1 : 0;
+  return is_there ? kSuccess : call.result;
 }
 
 FAKE_CUDA Result cuStreamSynchronize(Stream stream) {
@@ -219,6 +228,9 @@ FAKE_CUDA Result cuEventQuery(Event event) {
   if (call.result != kSuccess) return call.result;
   if (current_device() != state(event).device) return kInvalidContext;
   if (capture_mode != kCaptureRelaxed) return kCaptureUnsupported;
+  const auto& point = state(event).point;
+  // HIP looks at the stream that has recorded the event.
+  if (kIsHip && point != nullptr && point->stream->capturing) return kCapturedEvent;
   return machine().is_complete(state(event)) ? kSuccess : kNotReady;
 }
 
@@ -229,7 +241,9 @@ FAKE_CUDA Result cuEventSynchronize(Event event) {
   return machine().await(state(event).point, call.lock) ? kSuccess : kInvalidHandle;
 }
 
-FAKE_CUDA Result cuMemHostAlloc(void** memory, std::size_t bytes, unsigned) {
+FAKE_CUDA Result cuMemHostAlloc(void** memory, std::size_t bytes, unsigned flags) {
+  // With these HIP gives memory that need not be seen when an event is there.
+  if (kIsHip && flags != 0) return kInvalidValue;
   return allocate_on_host("host_alloc", memory, bytes, MemoryKind::kPinnedHost);
 }
 

@@ -116,6 +116,7 @@ std::size_t size_of(Handle comm) { return static_cast<std::size_t>((*comm)->size
 }  // namespace
 
 bool shares_devices() {
+  if (is_set("devices=apart")) return true;  // of one number, on other hosts
   const char* const set = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   return version() >= kSharedDevices && set != nullptr && std::string(set) == "1";
 }
