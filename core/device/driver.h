@@ -128,8 +128,8 @@ struct MULTIRING_API Driver {
   /// Fills the table and initialises the driver. Why it cannot be used; empty: it can.
   std::string load(const SharedLibrary& library);
 
-  /// To be called when a call has failed: HIP's last error is the thread's, whoever made the call, and the
-  /// program would take it for one of its own.
+  /// To be called when a call has failed: HIP's last error is the thread's, and the program would take
+  /// it for one of its own.
   void forget() const {
     if (is_hip) last_error();
   }

@@ -86,8 +86,8 @@ def find_device(ordinal: int | None = None) -> torch.device:
 class Memory:
     """Elements where they are computed, and on the host if they are looked at there: Caffe's SyncedMemory.
 
-    Whoever takes one of the two may write to it. So the other is brought up to date when it is taken next,
-    and what was taken before of it is not to be used any more.
+    The one that was taken last may have been written to. So the other is brought up to date when it is
+    taken next, and what was taken of it before is not to be used any more.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -184,7 +184,7 @@ MR_API mr_status mr_device_read(mr_queue* queue, void* to, const void* from, siz
                                 mr_error* error);
 
 /* Memory that was allocated for a result, on the device where the input is (the host's, where that is empty),
- * and the rows that came from each rank (`rows` has room for as many numbers as there are ranks, or is NULL). */
+ * and the rows that came from each rank (`rows`: room for as many numbers as there are ranks, or NULL). */
 MR_API const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows);
 
 /* Cut between two characters if it is too long: frameworks decode strictly. */
