@@ -49,7 +49,8 @@ int device_of(const Operation& operation) {
 
 /// Whether NCCL has what the operation does, in an order of additions that the user allows. What moves bits
 /// and adds nothing is asked of NCCL in jobs that are for any order, until it has been seen on hardware.
-bool nccl_has(const Operation& operation, Order job) {
+/// `rounds`: whether comm_dtype would round what NCCL sends from host to host, which it has not.
+bool nccl_has(const Operation& operation, Order job, bool rounds) {
   const Descriptor& descriptor = operation.descriptor;
   switch (descriptor.key.kind) {
     case OpKind::kAllgather:
@@ -59,7 +60,7 @@ bool nccl_has(const Operation& operation, Order job) {
       return job == Order::kAny;
     case OpKind::kAllreduce:
     case OpKind::kReduceScatter:
-      return descriptor.key.order == Order::kAny && !is_rounded(descriptor.key.comm_dtype) &&
+      return descriptor.key.order == Order::kAny && !(rounds && is_rounded(descriptor.key.comm_dtype)) &&
              nccl::dtype_code(descriptor.dtype) && nccl::op_code(operation.reduction(), descriptor.dtype);
     default:
       return false;
@@ -144,8 +145,9 @@ void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const W
   if (device < 0 || device > kMaxDevice) return;
   const bool one_host = exchange.transport().shares_memory();
   std::string why;
+  const bool rounds = !one_host && !exchange.nccl().is_hierarchical(exchange);
   const bool by_nccl = exchange.nccl().serves(exchange, descriptor.key.kind) &&
-                       nccl_has(operation, wanted.order) && nccl::Library::find(&why) != nullptr;
+                       nccl_has(operation, wanted.order, rounds) && nccl::Library::find(&why) != nullptr;
   descriptor.offers_peers = !by_nccl && one_host && wanted.peer_memory && peers_have(descriptor) &&
                             exchange.peer_memory().serves(operation, exchange.size());
   if (!by_nccl && !descriptor.offers_peers) return;

@@ -122,6 +122,19 @@ TEST_P(DeviceNcclTest, AnArrayAfterAFailureIsNotWrittenBehindTheProgramsBack) {
   EXPECT_EQ(gpu_.calls("stream_wait_event"), waits + 4) << "two of NCCL's streams, two of the program's";
 }
 
+// On one host nothing is rounded, so NCCL has it; among hosts NCCL would send float32.
+TEST_P(DeviceNcclTest, HalfPrecisionBetweenHosts) {
+  const bool one_host = std::get<1>(GetParam()).ranks.size() == 1;
+  group_.run([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), kCount, 257);
+    Operation sum = allreduce(x, x);
+    sum.descriptor.key.comm_dtype = CommDtype::kBFloat16;
+    run(communicator, std::move(sum));
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, one_host ? 514 : 512));
+  });
+  EXPECT_EQ(copies(), one_host ? 0 : 2);
+}
+
 TEST_P(DeviceNcclTest, SumsOfPieces) {
   group_.run([&](Communicator& communicator) {
     const int rank = communicator.rank();
