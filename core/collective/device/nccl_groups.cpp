@@ -10,6 +10,7 @@
 #include "collective/device/device_arrays.h"
 #include "collective/device/device_offers.h"
 #include "collective/kinds.h"
+#include "collective/plan/plan_cache.h"
 
 namespace multiring {
 namespace {
@@ -100,11 +101,8 @@ void await_event(nccl::Communicator& comm, cuda::Event event, const Exchange& ex
 
 void NcclGroups::set_scope(NcclScope scope, const Transport& transport) {
   scope_ = scope;
-  std::map<int, int> ranks;  // by host
-  for (int rank = 0; rank < transport.size(); ++rank) ++ranks[transport.host_number(rank)];
-  const int first = ranks.begin()->second;
-  has_regular_hosts_ =
-      first > 1 && std::ranges::all_of(ranks, [&](const auto& host) { return host.second == first; });
+  const Cluster cluster = cluster_of(transport);
+  has_regular_hosts_ = cluster.regular() && cluster.hosts.front().ranks.size() > 1;
 }
 
 bool NcclGroups::is_hierarchical(const Exchange& exchange) const {
