@@ -19,6 +19,7 @@ namespace {
 struct Offer {
   int version = 0;
   bool shares_devices = false;    ///< the user lets several ranks use one device
+  bool has_comm_id = false;       ///< NCCL_COMM_ID is set
   std::array<char, 16> device{};  ///< which it is, whatever number it has in this process
   int host = 0;                   ///< where that is known within one host only
 };
@@ -49,6 +50,7 @@ Offer offer_of(const Devices& devices, const nccl::Library& library, int device,
     driver.check(driver.device_uuid(offer.device.data(), handle), cuda::on("cuDeviceGetUuid", device));
   }
   offer.shares_devices = lets_ranks_share_a_device();
+  offer.has_comm_id = std::getenv("NCCL_COMM_ID") != nullptr;
   offer.version = library.version;
   return offer;
 }
@@ -64,6 +66,10 @@ std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchang
     if (each.version != offers[0].version)
       return name(0) + " has NCCL " + nccl::version_text(offers[0].version) + ", " + name(rank) + " has " +
              nccl::version_text(each.version);
+    if (each.has_comm_id)
+      return name(rank) +
+             " has NCCL_COMM_ID set, and all of NCCL's communicators would meet at that one address (unset "
+             "it; NCCL_SOCKET_IFNAME names the network)";
     may_share = may_share && each.shares_devices && each.version >= nccl::kSharedDevices;
     const auto [before, is_new] = first.try_emplace({each.host, each.device}, rank);
     if (!is_new) sharing = name(before->second) + " and " + name(rank) + " have theirs on one device";

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -290,6 +291,27 @@ TEST_P(DeviceNcclTest, FailuresToConnect) {
     run(communicator, allreduce(x, x));
   });
   expect_all_raised(outcomes, ErrorKind::kInternal, "ncclCommInitRankConfig");
+}
+
+// One rank says so for all, which have come; none knows who is stuck.
+TEST_P(DeviceNcclTest, ALongWaitToConnectIsTold) {
+  ::setenv("FAKE_NCCL", "hang=init", 1);
+  GroupOptions hasty = options();
+  hasty.communicator.timeout = 0.5;
+  hasty.communicator.stall_warning = 0.05;
+  std::mutex mutex;
+  std::vector<std::string> warnings;
+  hasty.communicator.warn = [&](const std::string& text) {
+    const std::lock_guard lock(mutex);
+    if (text.find("has waited") != std::string::npos) warnings.push_back(text);
+  };
+  const auto outcomes = RankGroup(hasty).outcomes([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), kCount, 1);
+    run(communicator, allreduce(x, x));
+  });
+  expect_all_raised(outcomes, ErrorKind::kTimeout, "NCCL to connect the ranks");
+  ASSERT_EQ(warnings.size(), 1U);
+  expect_text(warnings[0], "for devices, or NCCL: all ranks have come");
 }
 
 INSTANTIATE_TEST_SUITE_P(Progress, DeviceNcclTest,

@@ -98,6 +98,22 @@ def test_allreduces_within_hosts(places: list[int], nccl: str, by_nccl: bool, tm
     assert ended.stdout.count("RIGHT") == len(places)
 
 
+@pytest.mark.parametrize(
+    ("without", "why"),
+    [
+        ('os.environ["NCCL_COMM_ID"] = "10.0.0.1:5000"', "rank 0 has NCCL_COMM_ID set"),
+    ],
+    ids=["fake address of all hosts"],
+)
+@pytest.mark.parametrize("nccl", ["all", "hierarchical"], ids="fake {}".format)
+def test_hosts_that_nccl_cannot_serve(nccl: str, without: str, why: str, tmp_path: Path) -> None:
+    """Pass through the host; rank 0 says why, once. Each host's ranks could be served by themselves."""
+    script = f"{HEAD}{USES_NCCL}{without}\n{HIERARCHICAL.format(by_nccl=False)}"
+    ended = run_job(4, _on_hosts(TWO_BY_TWO, script), code=0, env=_environment(tmp_path, nccl))
+    assert ended.stdout.count("RIGHT") == 4
+    assert ended.stderr.count(f"not by NCCL: {why}") == 1, ended.stderr
+
+
 HALF_PRECISION = """
 from tests.python.collectives.oracle import narrowed, widened
 hosts = {places}
