@@ -101,9 +101,13 @@ def test_allreduces_within_hosts(places: list[int], nccl: str, by_nccl: bool, tm
 @pytest.mark.parametrize(
     ("without", "why"),
     [
+        (
+            'os.environ["FAKE_NCCL"] = f"version={22700 + comm.cross_rank}"',
+            "rank 0 has NCCL 2.27.0, rank 2 has 2.27.1",
+        ),
         ('os.environ["NCCL_COMM_ID"] = "10.0.0.1:5000"', "rank 0 has NCCL_COMM_ID set"),
     ],
-    ids=["fake address of all hosts"],
+    ids=["fake version of a host", "fake address of all hosts"],
 )
 @pytest.mark.parametrize("nccl", ["all", "hierarchical"], ids="fake {}".format)
 def test_hosts_that_nccl_cannot_serve(nccl: str, without: str, why: str, tmp_path: Path) -> None:
