@@ -314,6 +314,31 @@ TEST_P(DeviceNcclTest, ALongWaitToConnectIsTold) {
   expect_text(warnings[0], "for devices, or NCCL: all ranks have come");
 }
 
+// NCCL refuses two ranks on one device; what it has not served peer memory has, as far as it moves bytes
+// (kernels need NVRTC).
+TEST(DeviceNcclOrPeersTest, WhatIsRefusedIsOfferedToPeerMemory) {
+  const NcclFolder folder;
+  FakeGpu gpu;
+  const auto devices = std::make_shared<Devices>(gpu.driver());
+  GroupOptions options = Layout{{2}}.options();
+  options.communicator.order = Order::kAny;
+  options.communicator.peer_memory = true;
+  RankGroup(options).run([&](Communicator& communicator) {
+    const Request request{.kind = OpKind::kBroadcast, .rows = 20'001, .root = 0};
+    for (const bool by_peers : {false, true, true}) {
+      const float mine = communicator.rank() == 0 ? 7 : 1;
+      const DeviceArray x(gpu, 0, std::vector<float>(request.rows, mine));
+      run(communicator, barrier_operation());
+      const int before = gpu.calls("copy_on_device");
+      run(communicator, barrier_operation());
+      run(communicator, on_devices(make_operation(request), devices, &x, &x));
+      EXPECT_EQ(x.seen(), std::vector<float>(request.rows, 7));
+      run(communicator, barrier_operation());
+      EXPECT_EQ(gpu.calls("copy_on_device") > before, by_peers);
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Progress, DeviceNcclTest,
                          ::testing::Combine(::testing::Values(Progress::kLate, Progress::kSeeded,
                                                               Progress::kThreads),
