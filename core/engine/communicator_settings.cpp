@@ -54,7 +54,7 @@ void Communicator::warn_of_nccl() const {
     why = "has no effect where hosts reach their neighbours alone (MULTIRING_HOST_LINKS)";
   else if (!is_served)
     why = "has no effect here: all hosts need as many ranks, at least two";
-  else if (is_rounded(options_.comm_dtype))
+  else if (options_.nccl == NcclScope::kAll && is_rounded(options_.comm_dtype))
     why = "is not for sums of float32 that cross hosts in half precision: unset MULTIRING_COMM_DTYPE";
   else if (options_.order != Order::kAny)
     why = "is for calls that allow any order only: MULTIRING_ORDER=any allows all to";

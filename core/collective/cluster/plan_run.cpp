@@ -323,10 +323,13 @@ void allreduce_across_hosts(Exchange& exchange, const OperationCall& call, const
   whole.pieces = {{memory, memory, bytes}};
   Operation* const operations[] = {&whole};
   const int self[] = {exchange.rank()};
-  run_allreduce(
-      exchange, call, whole, PieceList(operations),
-      {.dtype = operation.dtype(), .order = Order::kAny, .mode = std::move(mode), .across_hosts = true},
-      plan_segment_bytes(bytes, hierarchy.staging_bytes()), {self, exchange.size() / ranks});
+  run_allreduce(exchange, call, whole, PieceList(operations),
+                {.dtype = PlanRun::carried_dtype(operation),
+                 .rounded = is_rounded(operation.descriptor.key.comm_dtype),
+                 .order = Order::kAny,
+                 .mode = std::move(mode),
+                 .across_hosts = true},
+                plan_segment_bytes(bytes, hierarchy.staging_bytes()), {self, exchange.size() / ranks});
 }
 
 void run_blocks(Exchange& exchange, const OperationCall& call, const Operation& operation,

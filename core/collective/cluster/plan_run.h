@@ -140,8 +140,8 @@ void allreduce_by_plan(Exchange& exchange, const OperationCall& call, std::span<
                        const PieceList& pieces, const CrossingAlgorithm& algorithm);
 
 /// Allreduce in any order, in place, among the ranks of all hosts that have this one's local number; hosts
-/// have as many ranks each. `operation`: of which dtype and reduction, in which an average is one of as many
-/// numbers as there are hosts. `mode`: of all ranks, or empty.
+/// have as many ranks each. `operation`: of which dtype, comm_dtype and reduction, in which an average is one
+/// of as many numbers as there are hosts. `mode`: of all ranks, or empty.
 void allreduce_across_hosts(Exchange& exchange, const OperationCall& call, const Operation& operation,
                             std::byte* memory, std::size_t bytes, Mode mode);
 

@@ -49,7 +49,8 @@ int device_of(const Operation& operation) {
 
 /// Whether NCCL has what the operation does, in an order of additions that the user allows. What moves bits
 /// and adds nothing is asked of NCCL in jobs that are for any order, until it has been seen on hardware.
-bool nccl_has(const Operation& operation, Order job) {
+/// `rounds`: whether comm_dtype would round what NCCL sends from host to host, which it has not.
+bool nccl_has(const Operation& operation, Order job, bool rounds) {
   const Descriptor& descriptor = operation.descriptor;
   switch (descriptor.key.kind) {
     case OpKind::kAllgather:
@@ -59,24 +60,23 @@ bool nccl_has(const Operation& operation, Order job) {
       return job == Order::kAny;
     case OpKind::kAllreduce:
     case OpKind::kReduceScatter:
-      return descriptor.key.order == Order::kAny && !is_rounded(descriptor.key.comm_dtype) &&
+      return descriptor.key.order == Order::kAny && !(rounds && is_rounded(descriptor.key.comm_dtype)) &&
              nccl::dtype_code(descriptor.dtype) && nccl::op_code(operation.reduction(), descriptor.dtype);
     default:
       return false;
   }
 }
 
-/// Whether peer memory has it: what adds in the canonical order alone.
+/// Whether peer memory has it; what adds does so in the canonical order, also where any is allowed.
 bool peers_have(const Descriptor& descriptor) {
   switch (descriptor.key.kind) {
     case OpKind::kAllgather:
     case OpKind::kBroadcast:
     case OpKind::kAlltoall:
     case OpKind::kGather:
-      return true;
     case OpKind::kAllreduce:
     case OpKind::kReduceScatter:
-      return descriptor.key.order != Order::kAny;
+      return true;
     default:
       return false;
   }
@@ -106,12 +106,12 @@ std::uint64_t division_of(std::span<const Buffer> pieces) {
 bool is_large(const Descriptor& descriptor) { return descriptor.bytes >= kMinBytes; }
 
 /// What is likely to be offered again, by its kind, order, name, size and device.
-std::uint64_t key_of(const Descriptor& descriptor) {
+std::uint64_t key_of(const Descriptor& descriptor, int device) {
   constexpr std::uint64_t kPrime = 0x100000001b3ULL;
   const std::uint64_t kind = static_cast<std::uint64_t>(descriptor.key.kind) << 16U |
                              static_cast<std::uint64_t>(descriptor.key.order) << 8U;
   return ((descriptor.key.name_hash ^ descriptor.bytes) * kPrime + kind) * kPrime +
-         static_cast<std::uint64_t>(descriptor.offered_device);
+         static_cast<std::uint64_t>(device);
 }
 
 }  // namespace
@@ -144,36 +144,49 @@ void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const W
   if (device < 0 || device > kMaxDevice) return;
   const bool one_host = exchange.transport().shares_memory();
   std::string why;
+  const bool rounds = !one_host && !exchange.nccl().is_hierarchical(exchange);
   const bool by_nccl = exchange.nccl().serves(exchange, descriptor.key.kind) &&
-                       nccl_has(operation, wanted.order) && nccl::Library::find(&why) != nullptr;
-  descriptor.offers_peers = !by_nccl && one_host && wanted.peer_memory && peers_have(descriptor) &&
+                       nccl_has(operation, wanted.order, rounds) && nccl::Library::find(&why) != nullptr;
+  const std::uint64_t key = key_of(descriptor, device);
+  const bool has_peers = one_host && wanted.peer_memory && peers_have(descriptor);
+  descriptor.offers_peers = has_peers && (!by_nccl || is_noted(not_by_nccl_, key)) &&
                             exchange.peer_memory().serves(operation, exchange.size());
   if (!by_nccl && !descriptor.offers_peers) return;
   descriptor.offered_device = static_cast<std::int8_t>(device);
   descriptor.offered_division = operation.pieces.empty() ? 0 : division_of(arrays.pieces);
-  const std::lock_guard lock(mutex_);
-  arrays.stays = is_large(descriptor) && !not_taken_.contains(key_of(descriptor));
+  arrays.stays = is_large(descriptor) && !is_noted(not_taken_, key);
 }
 
-/// The same, for the same parts of their arrays. Ranks decide alike from what all have published.
+bool DeviceOffers::is_noted(const std::set<std::uint64_t>& keys, std::uint64_t key) const {
+  const std::lock_guard lock(mutex_);
+  return keys.contains(key);
+}
+
+/// For the same parts of their arrays. Ranks decide alike from what all have published.
 bool DeviceOffers::all_offer(const Exchange& exchange) {
+  const Descriptor& first = exchange.descriptor(0);
   for (int rank = 0; rank < exchange.size(); ++rank) {
     const Descriptor& theirs = exchange.descriptor(rank);
-    const Descriptor& first = exchange.descriptor(0);
-    if (theirs.offered_device < 0 || theirs.offers_peers != first.offers_peers ||
-        theirs.offered_division != first.offered_division)
-      return false;
+    if (theirs.offered_device < 0 || theirs.offered_division != first.offered_division) return false;
   }
+  return true;
+}
+
+/// Whether all offer peer memory, or all NCCL.
+bool DeviceOffers::all_offer_the_same(const Exchange& exchange) {
+  for (int rank = 1; rank < exchange.size(); ++rank)
+    if (exchange.descriptor(rank).offers_peers != exchange.descriptor(0).offers_peers) return false;
   return true;
 }
 
 bool DeviceOffers::agree(Exchange& exchange, const OperationCall& call, Operation& operation) {
   bool is_agreed = false;
-  if (all_offer(exchange))
+  const bool do_all_offer = all_offer(exchange);
+  if (do_all_offer && all_offer_the_same(exchange))
     is_agreed = operation.descriptor.offers_peers ? exchange.peer_memory().prepare(exchange, call, operation)
                                                   : exchange.nccl().prepare(exchange, call, operation);
   if (operation.descriptor.offered_device < 0) return false;
-  note_offer(operation, is_agreed);
+  note_offer(operation, is_agreed, do_all_offer);
   if (!is_agreed) {
     copy_after_all(operation, exchange, call);
     return false;
@@ -185,16 +198,22 @@ bool DeviceOffers::agree(Exchange& exchange, const OperationCall& call, Operatio
   return true;
 }
 
-void DeviceOffers::note_offer(const Operation& operation, bool is_taken) {
+/// `by_all`: all have offered.
+void DeviceOffers::note_offer(const Operation& operation, bool is_taken, bool by_all) {
   constexpr std::size_t kMaxKept = 1000;
-  if (!is_large(operation.descriptor)) return;  // which are copied in any case
+  const Descriptor& descriptor = operation.descriptor;
+  const std::uint64_t key = key_of(descriptor, descriptor.offered_device);
   const std::lock_guard lock(mutex_);
-  if (is_taken) {
-    not_taken_.erase(key_of(operation.descriptor));
-    return;
-  }
-  if (not_taken_.size() == kMaxKept) not_taken_.clear();  // of sizes that change with each call
-  not_taken_.insert(key_of(operation.descriptor));
+  const auto note = [key](std::set<std::uint64_t>& keys) {
+    if (keys.size() == kMaxKept) keys.clear();  // of sizes that change with each call
+    keys.insert(key);
+  };
+  if (!is_taken && by_all && !descriptor.offers_peers) note(not_by_nccl_);
+  if (!is_large(descriptor)) return;  // which are copied in any case
+  if (is_taken)
+    not_taken_.erase(key);
+  else
+    note(not_taken_);
 }
 
 std::vector<int> offered_devices(const Exchange& exchange) {

@@ -28,8 +28,8 @@ class DeviceOffers : Immovable {
 
   /// In the thread that issues an operation with arrays on devices: whether this rank offers to run it where
   /// they lie, as its descriptor tells the others. If the last offer of this name and size came to nothing
-  /// the arrays are copied to the host all the same, so that nothing waits if this one does too.
-  /// Thread-safe.
+  /// the arrays are copied to the host all the same, so that nothing waits if this one does too; where all
+  /// ranks had offered, and NCCL has not served them, this one is of peer memory. Thread-safe.
   void offer(Operation& operation, const Exchange& exchange, const Wanted& wanted) const;
 
   /// When some ranks have offered, in the round in which they are matched: whether all are to run the
@@ -39,10 +39,13 @@ class DeviceOffers : Immovable {
 
  private:
   static bool all_offer(const Exchange& exchange);
-  void note_offer(const Operation& operation, bool is_taken);
+  static bool all_offer_the_same(const Exchange& exchange);
+  bool is_noted(const std::set<std::uint64_t>& keys, std::uint64_t key) const;
+  void note_offer(const Operation& operation, bool is_taken, bool by_all);
 
   mutable std::mutex mutex_;
-  std::set<std::uint64_t> not_taken_;  // arrays, by key_of()
+  std::set<std::uint64_t> not_taken_;    // arrays, by key_of()
+  std::set<std::uint64_t> not_by_nccl_;  // of these, what peer memory is offered for
 };
 
 /// Whether a rank that asks for this has nothing on the host to begin with before the offers of all are

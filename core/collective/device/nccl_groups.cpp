@@ -10,6 +10,7 @@
 #include "collective/device/device_arrays.h"
 #include "collective/device/device_offers.h"
 #include "collective/kinds.h"
+#include "collective/plan/plan_cache.h"
 
 namespace multiring {
 namespace {
@@ -19,6 +20,7 @@ struct Offer {
   int version = 0;
   bool is_rccl = false;           ///< whose versions have the same numbers
   bool shares_devices = false;    ///< the user lets several ranks use one device
+  bool has_comm_id = false;       ///< NCCL_COMM_ID is set
   std::array<char, 16> device{};  ///< which it is, whatever number it has in this process
   int host = 0;                   ///< where that is known within one host only
 };
@@ -50,6 +52,7 @@ Offer offer_of(const Devices& devices, const nccl::Library& library, int device,
     driver.check(driver.device_uuid(offer.device.data(), handle), cuda::on("cuDeviceGetUuid", device));
   }
   offer.shares_devices = lets_ranks_share_a_device();
+  offer.has_comm_id = std::getenv("NCCL_COMM_ID") != nullptr;
   offer.version = library.version;
   return offer;
 }
@@ -67,6 +70,10 @@ std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchang
     if (each.version != offers[0].version)
       return name(0) + " has NCCL " + nccl::version_text(offers[0].version) + ", " + name(rank) + " has " +
              nccl::version_text(each.version);
+    if (each.has_comm_id)
+      return name(rank) +
+             " has NCCL_COMM_ID set, and all of NCCL's communicators would meet at that one address (unset "
+             "it; NCCL_SOCKET_IFNAME names the network)";
     may_share = may_share && each.shares_devices && each.version >= nccl::kSharedDevices;
     const auto [before, is_new] = first.try_emplace({each.host, each.device}, rank);
     if (!is_new) sharing = name(before->second) + " and " + name(rank) + " have theirs on one device";
@@ -104,11 +111,8 @@ void await_event(nccl::Communicator& comm, cuda::Event event, const Exchange& ex
 
 void NcclGroups::set_scope(NcclScope scope, const Transport& transport) {
   scope_ = scope;
-  std::map<int, int> ranks;  // by host
-  for (int rank = 0; rank < transport.size(); ++rank) ++ranks[transport.host_number(rank)];
-  const int first = ranks.begin()->second;
-  has_regular_hosts_ =
-      first > 1 && std::ranges::all_of(ranks, [&](const auto& host) { return host.second == first; });
+  const Cluster cluster = cluster_of(transport);
+  has_regular_hosts_ = cluster.regular() && cluster.hosts.front().ranks.size() > 1;
 }
 
 bool NcclGroups::is_hierarchical(const Exchange& exchange) const {

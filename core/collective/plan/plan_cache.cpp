@@ -22,7 +22,8 @@ bool depends_on_chunk(Algorithm algorithm, bool rounded) {
   return by_chunk == ByChunk::kOrder || (rounded && by_chunk == ByChunk::kRounding);
 }
 
-/// The hosts and ranks of a group. Messages are striped over interfaces below.
+}  // namespace
+
 Cluster cluster_of(const Transport& transport) {
   std::map<int, Host> hosts;
   for (int rank = 0; rank < transport.size(); ++rank)
@@ -37,8 +38,6 @@ Cluster cluster_of(const Transport& transport) {
   set_speeds(cluster, {});
   return cluster;
 }
-
-}  // namespace
 
 Mode PlanCache::mode_for(const Request& request) const {
   Mode mode = request.mode;

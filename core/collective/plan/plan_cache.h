@@ -25,6 +25,9 @@
 
 namespace multiring {
 
+/// The hosts and ranks of a group. Messages are striped over interfaces below.
+Cluster cluster_of(const Transport& transport);
+
 /// What a rank keeps of its plans from one collective to the next.
 class MULTIRING_API PlanCache {
  public:

@@ -193,6 +193,7 @@ def _variables(args: argparse.Namespace) -> dict[str, Any]:
     found = {
         "HOROVOD_TIMELINE": args.timeline_filename,
         "HOROVOD_TIMELINE_MARK_CYCLES": 1 if args.timeline_mark_cycles else None,
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": 0 if args.hierarchical_allreduce is False else None,
         "MULTIRING_NCCL": "hierarchical" if args.hierarchical_allreduce else None,
         "MULTIRING_LOG_LEVEL": None if level is None else _LEVELS.get(str(level).upper(), level),
         "MULTIRING_STALL_WARNING": warning,

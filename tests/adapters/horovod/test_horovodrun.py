@@ -13,6 +13,7 @@ import pytest
 
 import multiring.horovod
 from multiring import RankError, UsageError, cli
+from multiring.commands.launcher.foreign_variables import horovod_environment
 from multiring.commands.launcher.options import add_arguments as add_run_arguments
 from multiring.commands.launcher.remote_ranks import SSH
 from multiring.horovod.runner import options
@@ -54,7 +55,7 @@ def run_words(*words: str) -> list[str]:
         (["--timeline-mark-cycles"], ["--env", "HOROVOD_TIMELINE_MARK_CYCLES=1"]),
         (["--no-stall-check"], ["--env", "MULTIRING_STALL_WARNING=0"]),
         (["--hierarchical-allreduce"], ["--env", "MULTIRING_NCCL=hierarchical"]),
-        (["--no-hierarchical-allreduce"], []),
+        (["--no-hierarchical-allreduce"], ["--env", "HOROVOD_HIERARCHICAL_ALLREDUCE=0"]),
         (
             ["--stall-check-warning-time-seconds", "9", "--stall-check-shutdown-time-seconds", "60"],
             ["--env", "MULTIRING_STALL_WARNING=9", "--env", "MULTIRING_TIMEOUT=60"],
@@ -119,6 +120,32 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     assert options.run_arguments(args) == words
     for bad in ("/none", str(tmp_path)):
         assert f"--config-file {bad}" in refused("horovodrun", "--config-file", bad, "true")
+
+
+@pytest.mark.parametrize(
+    ("value", "inherited", "given", "wanted"),
+    [
+        ("1", None, {}, "hierarchical"),
+        ("0", None, {}, None),
+        ("1", None, {"MULTIRING_NCCL": "all"}, "all"),
+        ("1", "off", {}, None),  # ranks inherit it
+        ("1", None, {"HOROVOD_HIERARCHICAL_ALLREDUCE": "0"}, None),
+    ],
+    ids=["", "not", "given", "inherited", "not given"],
+)
+def test_the_variable_for_hierarchical_allreduces(
+    value: str,
+    inherited: str | None,
+    given: dict[str, str],
+    wanted: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It sets multiring's own, unless that is set."""
+    monkeypatch.setenv("HOROVOD_HIERARCHICAL_ALLREDUCE", value)
+    monkeypatch.delenv("MULTIRING_NCCL", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("MULTIRING_NCCL", inherited)
+    assert horovod_environment(given).get("MULTIRING_NCCL") == wanted
 
 
 def test_a_job() -> None:

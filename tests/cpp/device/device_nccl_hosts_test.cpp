@@ -13,6 +13,7 @@
 #include "support/device_bucket.h"
 #include "support/errors.h"
 #include "support/nccl_folder.h"
+#include "support/oracles/comm_dtype_oracle.h"
 
 namespace multiring {
 namespace {
@@ -216,18 +217,24 @@ class DeviceNcclCrossingTest : public ::testing::TestWithParam<Crossing> {
     made.communicator.tuning = GetParam().tuning;
     return made;
   }
-  /// The allreduce of a problem, in place; its bits if any order of additions gives the same.
-  void expect_reduced(Communicator& communicator, const ReduceProblem& problem, CallMode mode) {
+  /// The allreduce of a problem, in place.
+  Bytes reduced(Communicator& communicator, const ReduceProblem& problem, CallMode mode,
+                CommDtype comm_dtype = CommDtype::kDefault) {
     const DeviceBytes x(gpu_, problem.input(communicator.rank()));
     Operation made = reduction_of(problem, nullptr, nullptr);
     made.descriptor.key.order = Order::kAny;
+    made.descriptor.key.comm_dtype = comm_dtype;
     made.on_devices = std::make_unique<DeviceArrays>();
     made.on_devices->devices = devices_;
     made.on_devices->input = made.on_devices->output = x.buffer();
     made.input = made.output = x.buffer().address;
     made.output_bytes = x.buffer().bytes;
     perform(communicator, made, mode);
-    EXPECT_TRUE(x.seen() == problem.expected) << problem.text();
+    return x.seen();
+  }
+  /// Its bits if any order of additions gives the same.
+  void expect_reduced(Communicator& communicator, const ReduceProblem& problem, CallMode mode) {
+    EXPECT_TRUE(reduced(communicator, problem, mode) == problem.expected) << problem.text();
   }
 
   const NcclFolder folder_;
@@ -248,6 +255,35 @@ TEST_P(DeviceNcclCrossingTest, EveryKindOfNumber) {
   });
   // What each rank has of a host's sums, and nothing else: once in each operation.
   EXPECT_EQ(gpu_.calls("copy_to_host"), 2 * 5 * group.size());
+}
+
+/// Of integers that are exact in float32 however many ranks add them, and in no half precision.
+ReduceProblem inexact_in_half(ReduceOp op, std::size_t count, int size) {
+  ReduceProblem problem{DType::kFloat32, {op}, count, {}, Bytes(count * sizeof(float))};
+  for (int rank = 0; rank < size; ++rank) {
+    Values values(kPeriod);
+    for (std::size_t i = 0; i < kPeriod; ++i) values[i] = static_cast<float>(5 * i + 7 * rank);
+    const auto* const bytes = reinterpret_cast<const std::uint8_t*>(values.data());
+    problem.inputs.push_back(repeated({bytes, bytes + kPeriod * sizeof(float)}, problem.bytes()));
+  }
+  return problem;
+}
+
+// Each host's sum is, and the result; nothing is within a host. No rule of a tuning is followed.
+TEST_P(DeviceNcclCrossingTest, IsRoundedByCommDtype) {
+  RankGroup group(options());
+  for (const CommDtype comm_dtype : {CommDtype::kBFloat16, CommDtype::kFloat16})
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage})
+      for (const std::size_t count : {kCount, kCount + 1}) {
+        if (op == ReduceOp::kAverage && GetParam().ranks.size() != 2) continue;  // a third is rounded, too
+        const ReduceProblem problem = inexact_in_half(op, count, options().size);
+        group.run([&](Communicator& communicator) {
+          const Bytes expected = comm_dtype_oracle(comm_dtype, problem, communicator.hosts());
+          EXPECT_TRUE(reduced(communicator, problem, CallMode::kSync, comm_dtype) == expected)
+              << problem.text() << " " << comm_dtype_name(comm_dtype);
+          EXPECT_FALSE(std::filesystem::is_empty(folder_.path())) << "not by NCCL within hosts";
+        });
+      }
 }
 
 // The first rank of each host is in none, and ranks have other numbers.
@@ -315,6 +351,9 @@ INSTANTIATE_TEST_SUITE_P(
     Settings, NcclScopeTest,
     ::testing::Values(
         Asked{{{2, 2}, kHierarchical}, kLeave, nullptr}, Asked{{{1, 2}}, kLeave, nullptr},
+        Asked{{{2, 2}, kHierarchical},
+              [](GroupOptions& options) { options.communicator.comm_dtype = CommDtype::kBFloat16; },
+              nullptr},
         Asked{{{2, 1}, kHierarchical}, kLeave, "MULTIRING_NCCL=hierarchical has no effect here: all hosts"},
         Asked{{{1, 1}, kHierarchical}, kLeave, "as many ranks, at least two"},
         Asked{{{2, 2}, kHierarchical},

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -120,6 +121,19 @@ TEST_P(DeviceNcclTest, AnArrayAfterAFailureIsNotWrittenBehindTheProgramsBack) {
   });
   expect_all_raised(outcomes, ErrorKind::kInternal, "CUDA_ERROR_OUT_OF_MEMORY");
   EXPECT_EQ(gpu_.calls("stream_wait_event"), waits + 4) << "two of NCCL's streams, two of the program's";
+}
+
+// On one host nothing is rounded, so NCCL has it; among hosts NCCL would send float32.
+TEST_P(DeviceNcclTest, HalfPrecisionBetweenHosts) {
+  const bool one_host = std::get<1>(GetParam()).ranks.size() == 1;
+  group_.run([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), kCount, 257);
+    Operation sum = allreduce(x, x);
+    sum.descriptor.key.comm_dtype = CommDtype::kBFloat16;
+    run(communicator, std::move(sum));
+    EXPECT_EQ(x.seen(), std::vector<float>(kCount, one_host ? 514 : 512));
+  });
+  EXPECT_EQ(copies(), one_host ? 0 : 2);
 }
 
 TEST_P(DeviceNcclTest, SumsOfPieces) {
@@ -277,6 +291,52 @@ TEST_P(DeviceNcclTest, FailuresToConnect) {
     run(communicator, allreduce(x, x));
   });
   expect_all_raised(outcomes, ErrorKind::kInternal, "ncclCommInitRankConfig");
+}
+
+// One rank says so for all, which have come; none knows who is stuck.
+TEST_P(DeviceNcclTest, ALongWaitToConnectIsTold) {
+  ::setenv("FAKE_NCCL", "hang=init", 1);
+  GroupOptions hasty = options();
+  hasty.communicator.timeout = 0.5;
+  hasty.communicator.stall_warning = 0.05;
+  std::mutex mutex;
+  std::vector<std::string> warnings;
+  hasty.communicator.warn = [&](const std::string& text) {
+    const std::lock_guard lock(mutex);
+    if (text.find("has waited") != std::string::npos) warnings.push_back(text);
+  };
+  const auto outcomes = RankGroup(hasty).outcomes([&](Communicator& communicator) {
+    const DeviceArray x = array(communicator.rank(), kCount, 1);
+    run(communicator, allreduce(x, x));
+  });
+  expect_all_raised(outcomes, ErrorKind::kTimeout, "NCCL to connect the ranks");
+  ASSERT_EQ(warnings.size(), 1U);
+  expect_text(warnings[0], "for devices, or NCCL: all ranks have come");
+}
+
+// NCCL refuses two ranks on one device; what it has not served peer memory has, as far as it moves bytes
+// (kernels need NVRTC).
+TEST(DeviceNcclOrPeersTest, WhatIsRefusedIsOfferedToPeerMemory) {
+  const NcclFolder folder;
+  FakeGpu gpu;
+  const auto devices = std::make_shared<Devices>(gpu.driver());
+  GroupOptions options = Layout{{2}}.options();
+  options.communicator.order = Order::kAny;
+  options.communicator.peer_memory = true;
+  RankGroup(options).run([&](Communicator& communicator) {
+    const Request request{.kind = OpKind::kBroadcast, .rows = 20'001, .root = 0};
+    for (const bool by_peers : {false, true, true}) {
+      const float mine = communicator.rank() == 0 ? 7 : 1;
+      const DeviceArray x(gpu, 0, std::vector<float>(request.rows, mine));
+      run(communicator, barrier_operation());
+      const int before = gpu.calls("copy_on_device");
+      run(communicator, barrier_operation());
+      run(communicator, on_devices(make_operation(request), devices, &x, &x));
+      EXPECT_EQ(x.seen(), std::vector<float>(request.rows, 7));
+      run(communicator, barrier_operation());
+      EXPECT_EQ(gpu.calls("copy_on_device") > before, by_peers);
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Progress, DeviceNcclTest,

@@ -68,6 +68,12 @@ void compare(DType dtype, const Reduction& reduction, std::size_t ranks, std::si
   outputs = inputs;
   reduce_on_host(static_cast<int>(dtype), job_of(reduction, outputs, outputs, count));
   for (const Bytes& each : outputs) ASSERT_EQ(each, expected) << "in place";
+  outputs.assign(ranks, Bytes(expected.size(), 0xee));
+  peer::ReduceJob alone = job_of(reduction, inputs, outputs, count);
+  alone.written = 1;
+  reduce_on_host(static_cast<int>(dtype), alone);
+  for (const Bytes& each : outputs)
+    ASSERT_EQ(each, &each == outputs.data() ? expected : Bytes(expected.size(), 0xee)) << "of one rank";
 }
 
 class PeerKernelTest : public ::testing::TestWithParam<DType> {};

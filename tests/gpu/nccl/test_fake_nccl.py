@@ -160,12 +160,17 @@ def test_what_fake_nccl_is_not_for(tmp_path: Path) -> None:
             "rank 0 has NCCL 2.27.0, rank 1 has 2.27.1",
         ),
         ('if comm.rank == 1: os.environ["NCCL_COMM_BLOCKING"] = "1"', ""),
+        (
+            'if comm.rank == 1: os.environ["NCCL_COMM_ID"] = "10.0.0.1:5000"',
+            "rank 1 has NCCL_COMM_ID set, and all of NCCL's communicators would meet at that one address",
+        ),
         ('if comm.rank == 0: os.environ["FAKE_NCCL"] = "fail=id"', "ncclGetUniqueId on rank 0 failed (2)"),
     ],
     ids=[
         "fake too old on a rank",
         "fake versions that differ",
         "fake calls that block",
+        "fake address",
         "fake without an id",
     ],
 )

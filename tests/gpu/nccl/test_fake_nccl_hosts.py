@@ -56,6 +56,12 @@ def test_among_all_ranks(places: list[int], tmp_path: Path) -> None:
     assert ended.stdout.count("RIGHT") == len(places)
 
 
+USES_NCCL = """
+def uses_nccl():
+    files = os.listdir(os.environ["TMPDIR"])
+    return any("fake_nccl." in name and ".init." in name for name in files)
+"""
+
 HIERARCHICAL = """
 for count in (COUNT, COUNT + 1):
     x = fake_arrays.array((np.arange(count) % 7 + comm.rank).astype("float32"), device())
@@ -64,9 +70,9 @@ for count in (COUNT, COUNT + 1):
     assert (got.get() == wanted).all()
     assert (comm.allreduce(x, "average").get() == wanted / comm.size).all()
     assert (comm.allreduce(x, out=x).get() == wanted).all()
-own = [name for name in os.listdir(os.environ["TMPDIR"]) if "fake_nccl." in name and ".init." in name]
 comm.barrier()
-assert bool(own) == {by_nccl}, own
+assert uses_nccl() == {by_nccl}
+comm.barrier()
 print("RIGHT", flush=True)
 """
 
@@ -87,8 +93,56 @@ print("RIGHT", flush=True)
 )
 def test_allreduces_within_hosts(places: list[int], nccl: str, by_nccl: bool, tmp_path: Path) -> None:
     """Where hosts have as many ranks each; elsewhere, and unless it is asked for, through the host."""
-    script = _on_hosts(places, HEAD + HIERARCHICAL.format(by_nccl=by_nccl))
+    script = _on_hosts(places, HEAD + USES_NCCL + HIERARCHICAL.format(by_nccl=by_nccl))
     ended = run_job(len(places), script, code=0, env=_environment(tmp_path, nccl))
+    assert ended.stdout.count("RIGHT") == len(places)
+
+
+@pytest.mark.parametrize(
+    ("without", "why"),
+    [
+        (
+            'os.environ["FAKE_NCCL"] = f"version={22700 + comm.cross_rank}"',
+            "rank 0 has NCCL 2.27.0, rank 2 has 2.27.1",
+        ),
+        ('os.environ["NCCL_COMM_ID"] = "10.0.0.1:5000"', "rank 0 has NCCL_COMM_ID set"),
+    ],
+    ids=["fake version of a host", "fake address of all hosts"],
+)
+@pytest.mark.parametrize("nccl", ["all", "hierarchical"], ids="fake {}".format)
+def test_hosts_that_nccl_cannot_serve(nccl: str, without: str, why: str, tmp_path: Path) -> None:
+    """Pass through the host; rank 0 says why, once. Each host's ranks could be served by themselves."""
+    script = f"{HEAD}{USES_NCCL}{without}\n{HIERARCHICAL.format(by_nccl=False)}"
+    ended = run_job(4, _on_hosts(TWO_BY_TWO, script), code=0, env=_environment(tmp_path, nccl))
+    assert ended.stdout.count("RIGHT") == 4
+    assert ended.stderr.count(f"not by NCCL: {why}") == 1, ended.stderr
+
+
+HALF_PRECISION = """
+from tests.python.collectives.oracle import narrowed, widened
+hosts = {places}
+for comm_dtype in ("bfloat16", "float16"):
+    for count in (COUNT, COUNT + 1):
+        values = [np.random.default_rng(rank).integers(-5000, 5001, count) for rank in range(comm.size)]
+        sums = [sum(v for v, its in zip(values, hosts) if its == host) for host in sorted(set(hosts))]
+        rounded = lambda x: widened(narrowed(np.asarray(x, "float32"), comm_dtype), comm_dtype)
+        wanted = rounded(sum(rounded(each) for each in sums))
+        assert (wanted != sum(values)).any() and (wanted != rounded(sum(values))).any()
+        x = fake_arrays.array(values[comm.rank].astype("float32"), device())
+        got = comm.allreduce(x, comm_dtype=comm_dtype)
+        assert got.get().tobytes() == wanted.tobytes(), (comm_dtype, count)
+assert uses_nccl()
+comm.barrier()
+print("RIGHT", flush=True)
+"""
+
+
+@pytest.mark.parametrize("places", [TWO_BY_TWO, [0, 1, 0, 1], [0, 0, 1, 1, 2, 2]], ids="fake hosts {}".format)
+def test_half_precision_between_hosts(places: list[int], tmp_path: Path) -> None:
+    """Each host's sums are rounded, these added as float32, and the result rounded, as NumPy does it; nothing
+    is within a host. All ranks have the same bits."""
+    script = _on_hosts(places, HEAD + USES_NCCL + HALF_PRECISION.format(places=places))
+    ended = run_job(len(places), script, code=0, env=_environment(tmp_path, "hierarchical"))
     assert ended.stdout.count("RIGHT") == len(places)
 
 
@@ -132,7 +186,7 @@ def test_a_killed_rank(nccl: str, first: bool, tmp_path: Path) -> None:
     assert {(words[1], words[2]) for words in told} == {("PeerLostError", "1")}
 
 
-def test_settings_that_differ(tmp_path: Path) -> None:
+def test_fake_settings_that_differ(tmp_path: Path) -> None:
     """Are an error at the start."""
     script = 'import os\nos.environ["MULTIRING_NCCL"] = ("off", "host")[int(os.environ["MULTIRING_RANK"])]\n'
     ended = run_job(2, script + HEAD, env=_environment(tmp_path, "off"))

@@ -4,6 +4,7 @@ another's buffers by IPC handles."""
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -215,6 +216,51 @@ def test_fake_orderings() -> None:
     """Of the events (after the program's work, the copies to the buffer, the kernel, and the copies back)
     leaving out one makes a result wrong."""
     assert run_job(2, HEAD + ORDERINGS, code=0, env=stand_in.with_nvrtc()).stdout.count("RIGHT") == 2
+
+
+BESIDE_NCCL = """
+def way_of(x, op):
+    before = calls(b"copy_to_host"), calls(b"launch_kernel")
+    result = comm.allreduce(x, op)
+    assert (result.get() == x.get() * (1 if op == "max" else comm.size)).all()
+    copied, launched = calls(b"copy_to_host") > before[0], calls(b"launch_kernel") > before[1]
+    return (("nccl", "peers"), ("host", "both"))[copied][launched]
+
+{without}
+with fake_arrays.stream({device}):
+    found = [
+        way_of(fake_arrays.array(np.ones(COUNT, dtype), {device}), op)
+        for dtype, op in (("float32", "sum"),) * 3 + (("int16", "sum"), ("float32", "max"))
+    ]
+assert found == {wanted}, found
+print("RIGHT", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("nccl", "without", "device", "wanted"),
+    [
+        ("host", "", "device()", ["nccl"] * 3 + ["peers"] * 2),
+        ("off", "", "device()", ["peers"] * 5),
+        # An offer that has come to nothing has the next one's array copied besides.
+        ("host", "", "0", ["host", "both"] + ["peers"] * 3),
+        (
+            "host",
+            'if comm.rank == 1: os.environ["FAKE_NCCL"] = "version=21000"',
+            "device()",
+            ["host", "both"] + ["peers"] * 3,
+        ),
+    ],
+    ids=["fake devices", "fake NCCL is off", "fake device for both", "fake rank without NCCL"],
+)
+def test_what_nccl_does_not_take(
+    nccl: str, without: str, device: str, wanted: list[str], tmp_path: Path
+) -> None:
+    """A dtype, a reduction, any where it is off, and devices that it has not served before."""
+    env = stand_in.with_nccl(tmp_path) | {"MULTIRING_PEER_MEMORY": "1", "MULTIRING_ORDER": "any"}
+    env |= {"LD_PRELOAD": f"{env['LD_PRELOAD']} {stand_in.nvrtc()}", "MULTIRING_NCCL": nccl}
+    script = HEAD + BESIDE_NCCL.format(without=without, device=device, wanted=wanted)
+    assert run_job(2, script, code=0, env=env).stdout.count("RIGHT") == 2
 
 
 WITHOUT = """

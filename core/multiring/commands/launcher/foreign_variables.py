@@ -18,6 +18,7 @@ __all__ = ["horovod_environment", "horovod_variables", "torch_meeting", "torch_v
 
 # Horovod's own variable for what brings the ranks together; by this value they know that it is us.
 _CONTROLLER, _OURS = "HOROVOD_CONTROLLER", "multiring"
+_HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 # Rank 0 of torch.distributed serves a store at a port that is known beforehand; systems give none of these to
 # programs that ask for any.
 _PORTS = range(16384, 32768)
@@ -25,7 +26,8 @@ _PLACES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE
 
 
 def horovod_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the ranks with which `import horovod` gives multiring.horovod.
+    """Variables for the ranks with which `import horovod` gives multiring.horovod, and multiring's own in the
+    place of a variable of Horovod.
 
     Args:
         given: Variables that the ranks get anyway.
@@ -40,9 +42,13 @@ def horovod_environment(given: Mapping[str, str]) -> dict[str, str]:
     directory = next((each for each in candidates if each.is_dir()), None)
     if directory is None:
         raise UsageError("--horovod: there is no multiring.horovod; is this multiring installed whole?")
-    before = given.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    all_given = {**os.environ, **given}
+    before = all_given.get("PYTHONPATH", "")
     path = f"{before}{os.pathsep}{directory}" if before else str(directory)
-    return {**given, "PYTHONPATH": path, _CONTROLLER: _OURS}
+    variables = {**given, "PYTHONPATH": path, _CONTROLLER: _OURS}
+    if all_given.get(_HIERARCHICAL) == "1" and "MULTIRING_NCCL" not in all_given:
+        variables["MULTIRING_NCCL"] = "hierarchical"
+    return variables
 
 
 def horovod_variables(environ: Mapping[str, str], host: str = "") -> dict[str, str]:
