@@ -187,8 +187,8 @@ def test_a_killed_rank(nccl: str, first: bool, tmp_path: Path) -> None:
 
 
 def test_fake_settings_that_differ(tmp_path: Path) -> None:
-    """Are an error at the start."""
+    """Are an error at the start, on several hosts."""
     script = 'import os\nos.environ["MULTIRING_NCCL"] = ("off", "host")[int(os.environ["MULTIRING_RANK"])]\n'
-    ended = run_job(2, script + HEAD, env=_environment(tmp_path, "off"))
+    ended = run_job(2, script + _on_hosts([0, 1]), env=_environment(tmp_path, "off"))
     assert ended.returncode != 0
     assert "MULTIRING_NCCL" in ended.stderr
