@@ -172,6 +172,7 @@ def test_the_address_is_one_of_the_way_to_the_host() -> None:
         (["-np", "4", "--env", "MULTIRING_MODE=auto", "true"], "MULTIRING_MODE: mode 'auto': "),
         (["-np", "4", "--mode", "allreduce:2x2", "true"], "MULTIRING_MODE: 'allreduce:2x2' is for reduce_sc"),
         (["-np", "2", "--order", "Random", "true"], "--order"),
+        (["-np", "2", "--nccl", "some", "true"], "--nccl: some is not one of off, host, hierarchical, all"),
     ],
 )
 def test_wrong_options_are_told(words: list[str], message: str) -> None:
@@ -179,8 +180,9 @@ def test_wrong_options_are_told(words: list[str], message: str) -> None:
 
 
 def test_words_of_options_are_read_as_those_of_their_variables() -> None:
-    found = parsed(options.add_arguments, "--order", "Any", "--host-links", "Ring", "true")
+    found = parsed(options.add_arguments, "--order", "Any", "--host-links", "Ring", "--nccl", "ALL", "true")
     assert (found.order, found.host_links) == ("any", "ring")
+    assert options._variables(found)["MULTIRING_NCCL"] == "all"
 
 
 @pytest.fixture

@@ -85,6 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are [canonical]",
     )
     parser.add_argument(
+        "--nccl",
+        type=str.lower,
+        choices=("off", "host", "hierarchical", "all"),
+        help="where arrays on GPUs pass by NCCL in any order (--order any): nowhere, within one host, within "
+        "each of several, among all ranks [host]",
+    )
+    parser.add_argument(
         "--host-links",
         type=str.lower,
         choices=("switch", "ring", "line"),
@@ -227,6 +234,7 @@ def _variables(args: argparse.Namespace) -> dict[str, str]:
         "MULTIRING_ORDER": args.order,
         "MULTIRING_INTERFACES": args.interfaces,
         "MULTIRING_HOST_LINKS": args.host_links,
+        "MULTIRING_NCCL": args.nccl,
     }
     return {name: value for name, value in given.items() if value}
 
