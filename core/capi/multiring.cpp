@@ -74,7 +74,11 @@ NamedRequest::Done calling(mr_queue* queue, mr_done done, void* context) {
 /// What fails on a device breaks the queue on all ranks, but for what the caller has asked for wrongly.
 template <class Body>
 void on_device(mr_queue* queue, const Body& body) {
-  const std::shared_ptr<NamedQueue> target = queue->get();
+  std::shared_ptr<NamedQueue> target;
+  try {
+    target = queue->get();
+  } catch (const Error&) {  // closed: there is nothing to break
+  }
   try {
     body();
   } catch (const DeviceError& failure) {
@@ -83,7 +87,7 @@ void on_device(mr_queue* queue, const Body& body) {
     context.host = queue->host();
     const Error named(failure.kind(), "rank " + std::to_string(context.rank) + ": " + failure.what(),
                       context);
-    if (failure.kind() != ErrorKind::kUsage) target->abort(named);
+    if (target != nullptr && failure.kind() != ErrorKind::kUsage) target->abort(named);
     throw named;
   }
 }

@@ -27,19 +27,19 @@ class Blob:
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device = CPU) -> None:
-        self._shape, self.dtype, self._device = tuple(shape), dtype, device
+        self._shape, self.dtype, self.device = tuple(shape), dtype, device
         self._data: Memory | None = None
         self._diff: Memory | None = None
 
     @property
     def data(self) -> Array:
         """The values: a writable view, or a copy of those on a GPU that is written back."""
-        return self._values().array.reshape(self._shape)
+        return self._shaped_array(self._values())
 
     @property
     def diff(self) -> Array:
         """The gradient, likewise."""
-        return self._gradient().array.reshape(self._shape)
+        return self._shaped_array(self._gradient())
 
     @property
     def gpu_data_ptr(self) -> int:
@@ -89,7 +89,7 @@ class Blob:
     @property
     def tensor(self) -> torch.Tensor:
         """The values, on the device."""
-        return self._values().tensor.view(self._shape)
+        return self._shaped(self._values().tensor)
 
     @tensor.setter
     def tensor(self, value: torch.Tensor) -> None:
@@ -100,11 +100,16 @@ class Blob:
     @property
     def gradient(self) -> torch.Tensor:
         """The gradient, on the device."""
-        return self._gradient().tensor.view(self._shape)
+        return self._shaped(self._gradient().tensor)
 
     @gradient.setter
     def gradient(self, value: torch.Tensor) -> None:
         self._diff = Memory(value)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient, if only zeros that were asked for."""
+        return self._diff is not None
 
     def share(self, owner: Blob, *, gradient: bool = True) -> None:
         """Have the memory of another blob with as many elements."""
@@ -114,14 +119,40 @@ class Blob:
         if gradient:
             self._diff = owner._gradient()
 
+    def become(self, other: Blob) -> None:
+        """Have another blob's values, and their memory: the layer between the two does nothing to them."""
+        self._shape, self._data = other._shape, other._data
+
+    def become_gradient(self, other: Blob) -> None:
+        """The same of the gradients."""
+        self._diff = other._diff
+
+    def send(self) -> None:
+        """Has layers that have kept the tensors see what the program has written on the host."""
+        for memory in (self._data, self._diff):
+            if memory is not None:
+                _ = memory.tensor
+
     def like(self) -> Blob:
         """Another one of this shape, dtype and device."""
-        return Blob(self._shape, self.dtype, self._device)
+        return Blob(self._shape, self.dtype, self.device)
 
     def clear_gradient(self) -> None:
         """Set the gradient to zeros."""
         if self._diff is not None:
             self._diff.tensor.zero_()
+
+    def _shaped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of memory that is shared over shapes."""
+        is_other = tensor.shape != self._shape and tensor.numel() == self.count
+        return tensor.view(self._shape) if is_other else tensor
+
+    def _shaped_array(self, memory: Memory) -> Array:
+        array = memory.array
+        if array.shape != self._shape and array.size == self.count:
+            array = array.view()
+            array.shape = self._shape  # raises rather than copies
+        return array
 
     def _values(self) -> Memory:
         if self._data is None:
@@ -134,7 +165,7 @@ class Blob:
         return self._diff
 
     def _zeros(self) -> Memory:
-        return Memory(torch.zeros(self._shape, dtype=self.dtype, device=self._device))
+        return Memory(torch.zeros(self._shape, dtype=self.dtype, device=self.device))
 
     def _legacy(self, axis: int) -> int:
         return self._shape[axis] if axis < len(self._shape) else 1

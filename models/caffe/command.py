@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -23,7 +24,7 @@ import multiring.caffe
 from multiring import Communicator
 from multiring.derived import derived
 from multiring.errors import MultiringError, UsageError
-from multiring.models.caffe.device import set_device, set_mode_gpu
+from multiring.models.caffe.device import is_set, set_device, set_mode_gpu, wait_for_device
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.requests import ACTIONS, Requests
 from multiring.models.caffe.schema import TEST, TRAIN
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sync-batch-norm", action="store_true", help="normalise over the batches of all ranks"
     )
     train.add_argument(
-        "--no-overlap", action="store_true", help="reduce gradients after the backward pass, not during it"
+        "--no-overlap",
+        action="store_true",
+        help="reduce gradients after the backward pass, not during it; so it is on a GPU in any case",
     )
     test = commands.add_parser("test", help="score a trained net", allow_abbrev=False)
     test.add_argument("--weights", required=True, metavar="FILE", help="a .caffemodel")
@@ -120,6 +123,12 @@ def _gpus(args: argparse.Namespace) -> list[int]:
     return list(map(int, words))
 
 
+def _name_of(gpu: int) -> str:
+    """What `multiring run --devices` calls a GPU of this process, which may not see all."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return seen[gpu].strip() if seen != [""] and gpu < len(seen) else str(gpu)
+
+
 def _choose(gpus: list[int]) -> None:
     if gpus:
         set_device(gpus[0])
@@ -131,7 +140,11 @@ def _train_job(args: argparse.Namespace, gpus: list[int]) -> int:
         raise UsageError("give --snapshot to continue or --weights to start from, not both")
     if args.np is not None and args.np < 1:
         raise UsageError(f"-np must be at least 1, not {args.np}")
-    if len(gpus) > 1 and args.np is None:
+    if gpus and args.np not in (None, len(gpus)):
+        raise UsageError(
+            f"--gpu {args.gpu} names {len(gpus)} for -np {args.np}: name one for each rank, as in --gpu 0,0"
+        )
+    if len(gpus) > 1:
         args.np = len(gpus)
     if has_to_start(args.np):
         _start(args, gpus)
@@ -153,7 +166,7 @@ def _start(args: argparse.Namespace, gpus: list[int]) -> NoReturn:
     # Untagged: rank 0 alone logs, and what reads Caffe's logs (parse_log.py) takes no "[0]" before the time.
     words = ["--no-tag-output", "-m", "multiring", "caffe", "train", "--solver", args.solver]
     if gpus:  # each rank sees one, by the number 0
-        words = ["--devices", ",".join(map(str, gpus)), *words, "--gpu", "0"]
+        words = ["--devices", ",".join(map(_name_of, gpus)), *words, "--gpu", "0"]
     for name in ("snapshot", "weights", "threads", "sigint_effect", "sighup_effect"):
         if (value := getattr(args, name)) is not None:
             words += [f"--{name}", str(value)]
@@ -163,6 +176,8 @@ def _start(args: argparse.Namespace, gpus: list[int]) -> NoReturn:
 
 def _train(args: argparse.Namespace, comm: Communicator) -> None:
     """Train as one of the ranks; called by all."""
+    if not is_set() and torch.cuda.device_count() > 1:  # where the prototxt says GPU, and nobody which
+        set_device(comm.local_rank % torch.cuda.device_count())
     solver = Solver(
         args.solver,
         shard=(comm.rank, comm.size),
@@ -221,9 +236,11 @@ def _time(args: argparse.Namespace) -> None:
 
     def begin(index: int) -> None:
         nonlocal begun
+        wait_for_device(net.device)
         begun = time.perf_counter()
 
     def end(which: str, index: int) -> None:
+        wait_for_device(net.device)
         spent[which][index] += time.perf_counter() - begun
 
     LOG.info("Performing Forward")

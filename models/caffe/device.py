@@ -15,9 +15,11 @@ __all__ = [
     "chosen_device",
     "device_of_net",
     "find_device",
+    "is_set",
     "set_device",
     "set_mode_cpu",
     "set_mode_gpu",
+    "wait_for_device",
 ]
 
 CPU = torch.device("cpu")
@@ -54,6 +56,11 @@ def set_device(ordinal: int) -> None:
     _ordinal = ordinal
 
 
+def is_set() -> bool:
+    """Whether `set_device` has been called."""
+    return _ordinal is not None
+
+
 def chosen_device() -> torch.device | None:
     """What `set_mode_gpu` or `set_mode_cpu` have said; None: nothing."""
     if _is_gpu is None:
@@ -62,8 +69,18 @@ def chosen_device() -> torch.device | None:
 
 
 def device_of_net(named: str | None) -> torch.device:
-    """What Torch calls so; None: what the functions above have said, or the CPU."""
-    return (chosen_device() or CPU) if named is None else torch.device(named)
+    """What Torch calls so; None: what the functions above have said, or the CPU.
+
+    Raises:
+        UsageError: Torch knows or sees no such device.
+    """
+    if named is None:
+        return chosen_device() or CPU
+    try:
+        device = torch.device(named)
+    except RuntimeError as error:
+        raise UsageError(f"device={named!r}: {error}") from None
+    return find_device(device.index) if device.type == "cuda" else device
 
 
 def find_device(ordinal: int | None = None) -> torch.device:
@@ -83,11 +100,18 @@ def find_device(ordinal: int | None = None) -> torch.device:
     return torch.device("cuda", ordinal)
 
 
+def wait_for_device(device: torch.device) -> None:
+    """Returns when a GPU has done what any stream of it has; on the CPU at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Memory:
     """Elements where they are computed, and on the host if they are looked at there: Caffe's SyncedMemory.
 
     The one that was taken last may have been written to. So the other is brought up to date when it is
-    taken next, and what was taken of it before is not to be used any more.
+    taken next, and what was taken of it before is not to be used any more, nor is one thread to look at it
+    while another computes.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -100,6 +124,7 @@ class Memory:
         """The elements where they are computed."""
         if self._is_on_host:
             assert self._host is not None
+            wait_for_device(self._tensor.device)
             self._tensor.copy_(self._host)
             self._is_on_host = False
         return self._tensor
@@ -112,6 +137,7 @@ class Memory:
         if self._host is None:
             self._host = torch.empty_like(self._tensor, device=CPU)
         if not self._is_on_host:
+            wait_for_device(self._tensor.device)
             self._host.copy_(self._tensor)
             self._is_on_host = True
         return self._host.numpy()

@@ -16,6 +16,7 @@ from multiring.models.caffe import layers_basic, layers_loss, layers_norm, layer
 from multiring.models.caffe.blob import Array, Blob
 from multiring.models.caffe.device import device_of_net
 from multiring.models.caffe.layer import Context, Layer, draw_seed, make_layer
+from multiring.models.caffe.layer_passes import run_backward, run_forward
 from multiring.models.caffe.layers_data import DataLayer, MemoryData
 from multiring.models.caffe.learnable import Learnable, collect_learnable
 from multiring.models.caffe.prototxt import Location, read
@@ -104,6 +105,7 @@ class Net:
         self.layers: list[Layer] = []
         self.blobs: OrderedDict[str, Blob] = OrderedDict()
         self.loss = 0.0
+        self._stream: int | None = None
         self._weights: dict[str, float] = {}
         self._callbacks: dict[str, list[Callback]] = {
             when: [] for when in ("before_forward", "after_forward", "before_backward", "after_backward")
@@ -144,9 +146,16 @@ class Net:
 
     @property
     def gpu_stream(self) -> int | None:
-        """The stream of the GPU that the layers run on now; None: they compute on the CPU."""
+        """The stream of the GPU on which the last backward pass ran; None: layers compute on the CPU."""
         device = self._context.device
-        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        if self._stream is None and device.type == "cuda":
+            return torch.cuda.current_stream(device).cuda_stream
+        return self._stream
+
+    @property
+    def device(self) -> torch.device:
+        """What computes."""
+        return self._context.device
 
     @property
     def layer_dict(self) -> OrderedDict[str, Layer]:
@@ -263,7 +272,7 @@ class Net:
         with torch.no_grad():
             for index in range(first, last + 1):
                 self._call("before_forward", index)
-                loss += self._forward_layer(self.layers[index])
+                loss += run_forward(self.layers[index], self.blobs, self._weights)
                 self._call("after_forward", index)
         self.loss = loss
         return loss
@@ -306,12 +315,15 @@ class Net:
 
     def backward_from_to(self, first: int, last: int) -> None:
         """Run the backward passes of the layers `first` down to `last`."""
+        plan = self._backward_plan
         with torch.no_grad():
             for index in range(first, last - 1, -1):
                 self._call("before_backward", index)
-                if self._backward_plan.runs[index]:
-                    self._backward_layer(index)
+                if plan.runs[index]:
+                    run_backward(self.layers[index], self.blobs, plan.given, plan.wanted[index])
                 self._call("after_backward", index)
+        if self._context.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._context.device).cuda_stream
 
     def frozen_layers(self) -> list[str]:
         """Names of the layers with blobs of which none learns."""
@@ -367,35 +379,6 @@ class Net:
         for layer in self.layers:
             if isinstance(layer, DataLayer):
                 layer.seek(batches)
-
-    def _forward_layer(self, layer: Layer) -> float:
-        if layer.type == "Input":
-            return 0.0
-        bottoms = [self.blobs[name].tensor for name in layer.param.bottom]
-        if bottoms:  # shapes may have changed since the last pass
-            layer.infer([tuple(bottom.shape) for bottom in bottoms])
-        results = layer.forward(bottoms)
-        loss = 0.0
-        for name, value in zip(layer.param.top, results, strict=True):
-            blob = self.blobs[name]
-            blob.tensor = value
-            if weight := self._weights[name]:
-                if blob._diff is None:
-                    blob.gradient.fill_(weight)
-                loss += weight * float(value.sum())
-        return loss
-
-    def _backward_layer(self, index: int) -> None:
-        layer = self.layers[index]
-        gradients = [
-            self.blobs[name].gradient if name in self._backward_plan.given else None
-            for name in layer.param.top
-        ]
-        wanted_here = self._backward_plan.wanted[index]
-        found = layer.backward(gradients, wanted_here)
-        for name, wanted, gradient in zip(layer.param.bottom, wanted_here, found, strict=True):
-            if wanted and gradient is not None:
-                self.blobs[name].gradient = gradient
 
     def _call(self, when: str, index: int) -> None:
         for callback in self._callbacks[when]:

@@ -15,7 +15,7 @@ import torch
 
 from multiring.errors import UsageError
 from multiring.models.caffe.blob import Array, decimal
-from multiring.models.caffe.device import CPU, chosen_device, find_device
+from multiring.models.caffe.device import CPU, chosen_device, device_of_net, find_device, is_set
 from multiring.models.caffe.layer import Context, draw_seed, process_shard
 from multiring.models.caffe.net import DTYPES, Net
 from multiring.models.caffe.nets import test_nets, train_net
@@ -97,7 +97,7 @@ class Solver:
             seed=seed,
             shard=shard,
             comm=sync_batch_norm_comm,
-            device=self._device(location) if device is None else torch.device(device),
+            device=self._device(location) if device is None else device_of_net(device),
         )
         self.net: Net = train_net(self.param, location, context)
         self.test_nets: list[Net] = test_nets(self.param, location, context)
@@ -196,13 +196,13 @@ class Solver:
             for number, learnable in enumerate(self.net.learnable):
                 if learnable.lr_mult == 0:
                     continue
-                values, gradient = learnable.blob.tensor, learnable.blob.gradient
+                gradient = learnable.blob.gradient
                 if self.param.iter_size > 1:
                     gradient.mul_(1.0 / self.param.iter_size)
                 factor = decimal(self.param.weight_decay) * learnable.decay_mult
-                decay(values, gradient, factor, self.param.regularization_type)
+                decay(learnable.blob.tensor, gradient, factor, self.param.regularization_type)
                 self.rule.step(number, gradient, rate * learnable.lr_mult, self.iter)
-                values.sub_(gradient)
+                learnable.blob.tensor.sub_(gradient)  # which a rule of the program's may have looked at
         self.iter += 1
 
     def test_all(self) -> list[dict[str, Array]]:
@@ -283,7 +283,7 @@ class Solver:
             self._log(f"{location.file}: solver_mode: GPU, but Torch sees none; computing on the CPU")
             return CPU
         try:
-            return find_device(param.device_id if param.HasField("device_id") else None)
+            return find_device(param.device_id if param.HasField("device_id") and not is_set() else None)
         except UsageError as error:
             raise location.error(str(error), "device_id") from error
 

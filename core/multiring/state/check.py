@@ -97,6 +97,11 @@ class StateCheck:
         self._step += 1
         return self._scope(self._step) is not Scope.NOTHING
 
+    @property
+    def compares_arrays(self) -> bool:
+        """Whether this step compares more than numbers."""
+        return self._scope(self._step) is Scope.EVERYTHING
+
     def describe_for_next(
         self, entries: Iterable[tuple[str, object]]
     ) -> list[tuple[str, Description]] | None:

@@ -133,6 +133,7 @@ def test_ctrl_c_stops_with_a_snapshot_to_continue_from(tmp_path: Path) -> None:
 REFUSED = {
     "train --solver SOLVER --gpu 0": "Torch sees no GPU; compute on the CPU",
     "train --solver SOLVER --gpu 0,x": "--gpu 0,x: give numbers of GPUs, as in 0,1, or all",
+    "train --solver SOLVER --gpu 0,1 -np 3": "names 2 for -np 3: name one for each rank, as in --gpu 0,0",
     "test --model SOLVER --weights b --gpu 0,1": "only train uses several GPUs",
     "train --solver SOLVER -np 0": "-np must be at least 1",
     "train --solver SOLVER --snapshot a --weights b": "not both",
@@ -172,8 +173,12 @@ def test_a_rank_for_each_gpu(
 
     monkeypatch.setattr(command, "start_ranks", start)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     main(["caffe", "train", "--solver", write(tmp_path, max_iter=1), *given.split()])
     ((count, words),) = started
     assert count == ranks
     assert f"--devices {devices} " in words
     assert "--gpu 0" in words  # of those that a rank sees
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-x,7")
+    main(["caffe", "train", "--solver", write(tmp_path, max_iter=1), "--gpu", "1,0"])
+    assert "--devices GPU-x,5 " in started[-1][1]

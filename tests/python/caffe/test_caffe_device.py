@@ -3,6 +3,7 @@ pretended; tests/gpu has the real one."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,38 @@ def test_a_training_with_snapshots_and_a_program_that_looks_on(tmp_path: Path, k
     on_both(run)
 
 
+@pytest.mark.parametrize("what", ["activations", "weights", "a copy of a Split"])
+def test_what_a_program_writes_between_passes_counts(tmp_path: Path, what: str) -> None:
+    """Though layers have kept what they have seen, and copies of a Split are one memory."""
+    text = INPUT + KINDS["scale_all"] + HEAD
+    if what == "a copy of a Split":
+        text = text.replace("force_backward: true", "force_backward: true name: 's'").replace(
+            'layer { name: "loss"',
+            'layer { name: "also" type: "InnerProduct" bottom: "x" top: "also" inner_product_param '
+            '{ num_output: 3 weight_filler { type: "xavier" } } }\n layer { name: "loss"',
+        )
+
+    def run(where: str) -> list[Array]:
+        net = make_net(tmp_path, text, device=where)
+        net.blobs["data"].data[...] = np.random.default_rng(1).standard_normal((3, 4, 7, 6))
+        net.blobs["label"].data[...] = [0, 2, 1]
+        net.forward()
+        if what == "activations":
+            net.blobs["x"].data[...] *= 0.5
+        elif what == "weights":
+            net.params["x"][0].data[...] = 3
+        else:
+            first, second = (net.blobs[f"x_x_0_split_{k}"] for k in (0, 1))
+            _ = second.data, net.blobs["x"].data
+            first.data[...] = 7
+            net.forward(start="out")
+            assert (second.data == 7).all()
+        net.backward()
+        return [np.array(one.blob.diff) for one in net.learnable] + [np.array(net.blobs["data"].diff)]
+
+    on_both(run)
+
+
 def test_shared_memory_and_arrays_of_the_program(tmp_path: Path) -> None:
     """Blobs that share memory have one state of it, however their shapes differ."""
     twins = """name: "twins" layer { name: "data" type: "MemoryData" top: "data" top: "label"
@@ -127,8 +160,8 @@ def test_without_a_gpu(
     path.write_text(
         f'net: "net.prototxt" base_lr: 1 lr_policy: "fixed" solver_mode: GPU snapshot_prefix: "{tmp_path}/s"'
     )
-    with caplog.at_level("INFO"):
-        assert Solver(path).net.gpu_stream is None
+    caplog.set_level(logging.INFO, "multiring.caffe")
+    assert Solver(path).net.gpu_stream is None
     assert "Torch sees none; computing on the CPU" in caplog.text
 
 
