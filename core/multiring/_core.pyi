@@ -58,6 +58,7 @@ __all__: list[str] = [
     "copy_from_device",
     "copy_streaming",
     "copy_to_device",
+    "device_row",
     "documented_algorithms",
     "dtype_size",
     "find_device_libraries",
@@ -471,6 +472,7 @@ class PlanRequest:
     collective: str
     dtype: str
     mode: str
+    nccl: str
     order: str
     def __init__(self) -> None: ...
     @property
@@ -1113,6 +1115,11 @@ def copy_to_device(
 ) -> None:
     """
     Writes bytes to memory of a device, after the work that the stream has now.
+    """
+
+def device_row(cluster: Cluster, request: PlanRequest, has_mode: bool) -> AlgorithmRow:
+    """
+    The row of what a job on several hosts runs for arrays on devices, a device for each rank.
     """
 
 def documented_algorithms() -> list[dict[str, str]]:
