@@ -61,8 +61,10 @@ __all__: list[str] = [
     "device_row",
     "documented_algorithms",
     "dtype_size",
+    "export_device_memory",
     "find_device_libraries",
     "has_plans",
+    "import_device_memory",
     "interface_addresses",
     "is_arrival_hook",
     "keep_times",
@@ -116,6 +118,8 @@ class DeviceLibrary:
     def name(self) -> str: ...
     @property
     def origin(self) -> str: ...
+    @property
+    def pairs_apart(self) -> list[tuple[int, int]] | None: ...
     @property
     def path(self) -> str: ...
     @property
@@ -1132,6 +1136,11 @@ def dtype_size(dtype: str) -> int:
     Bytes of an element of a type by its name.
     """
 
+def export_device_memory(device: typing.SupportsInt | typing.SupportsIndex) -> tuple[bytes, int]:
+    """
+    2 MiB for another process to have, until this one ends: its handle, and its address here.
+    """
+
 def find_device_libraries(sites: collections.abc.Sequence[str]) -> list[DeviceLibrary]:
     """
     Opens the libraries for devices; sites: folders that wheels are installed in.
@@ -1140,6 +1149,11 @@ def find_device_libraries(sites: collections.abc.Sequence[str]) -> list[DeviceLi
 def has_plans(collective: str) -> bool:
     """
     Whether plans are among its algorithms.
+    """
+
+def import_device_memory(handle: bytes, device: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    The address of memory of another process, for what works on `device`.
     """
 
 def interface_addresses(interfaces: collections.abc.Sequence[str]) -> list[tuple[str, str, int]]:
