@@ -116,7 +116,7 @@ TEST_P(DeviceRowTest, DependsOnSizeOrderAndMode) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, DeviceRowTest,
-                         ::testing::Values(Hosts{{2, 2}}, Hosts{{1, 1}}, Hosts{{1, 2}},
+                         ::testing::Values(Hosts{{2, 2}}, Hosts{{1, 1}}, Hosts{{2, 1}},
                                            Hosts{{1, 1, 1, 1}, true}));
 
 TEST(DeviceRow, SaysWhyArraysAreCopied) {

@@ -91,7 +91,7 @@ def test_memory_of_nccl(
     assert asked
 
 
-@pytest.mark.parametrize(("read", "code"), [(b"multiring" * 7, 0), (bytes(63), 1)])
+@pytest.mark.parametrize(("read", "code"), [(b"multiring" * 7, 0), (bytes(63), 1)], ids=["same", "other"])
 def test_other_bytes_are_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], read: bytes, code: int
 ) -> None:

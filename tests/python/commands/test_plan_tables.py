@@ -108,12 +108,12 @@ def test_one_host_says_what_either_kind_of_array_takes(capsys: pytest.CaptureFix
 
 ON_DEVICES = {
     ("all", "2x4", ""): ("nccl", "among all ranks: not predicted"),
-    ("all", "1+2", "--collective alltoall"): ("nccl", "among all ranks: not predicted"),
+    ("all", "2+1", "--collective alltoall"): ("nccl", "among all ranks: not predicted"),
     ("hierarchical", "2x4", ""): (
         "hierarchical",
         "by NCCL within hosts and pinned memory across them: not predicted",
     ),
-    ("hierarchical", "1+2", ""): ("pinned", "needs hosts with as many ranks each, at least two"),
+    ("hierarchical", "2+1", ""): ("pinned", "needs hosts with as many ranks each, at least two"),
     ("hierarchical", "2x4", "--collective broadcast"): ("pinned", "hierarchical is for allreduces"),
     ("host", "2x4", ""): ("pinned", "MULTIRING_NCCL=host is for groups on one host"),
     ("off", "2x4", ""): ("pinned", "copied to the host and back: MULTIRING_NCCL=off"),
