@@ -13,6 +13,7 @@
 #include "binding/gil.h"
 #include "binding/py_communicator.h"
 #include "collective/plan/algorithm_table.h"
+#include "collective/plan/device_row.h"
 #include "collective/plan/tuning.h"
 #include "topology/cost_model.h"
 #include "topology/traffic.h"
@@ -37,6 +38,7 @@ struct PlanRequest {
   std::size_t segment = 0;
   std::string order = order_name(PlanOptions{}.order);
   std::string collective = collective_name(PlanOptions{}.collective);
+  std::string nccl = nccl_scope_name(JobSettings{}.nccl);
 
   PlanOptions options(int ranks) const {
     PlanOptions made = collective_options(parse_collective(collective), count, ranks);
@@ -46,6 +48,11 @@ struct PlanRequest {
     made.segment = segment;
     made.order = adds(made.collective) ? parse_order(order) : Order::kAny;
     return made;
+  }
+  DeviceRequest on_devices(bool has_mode) const {
+    const DType type = parse_dtype(dtype);
+    return {parse_collective(collective), count * dtype_size(type), type,
+            parse_order(order),           parse_nccl_scope(nccl),   has_mode};
   }
 };
 
@@ -123,7 +130,8 @@ void bind_plans(py::module_& module) {
       .def_readwrite("channels", &PlanRequest::channels)
       .def_readwrite("segment", &PlanRequest::segment)
       .def_readwrite("order", &PlanRequest::order)
-      .def_readwrite("collective", &PlanRequest::collective);
+      .def_readwrite("collective", &PlanRequest::collective)
+      .def_readwrite("nccl", &PlanRequest::nccl);
   py::class_<Channel>(module, "Channel", "One way through the network that all hosts take together.")
       .def_readonly("interface", &Channel::interface)
       .def_readonly("bytes_per_second", &Channel::bytes_per_second);
@@ -204,11 +212,19 @@ void bind_costs(py::module_& module) {
       "algorithm_table",
       [](const Cluster& cluster, const PlanRequest& request, const CostModel& model,
          std::size_t staging_bytes) {
-        return AlgorithmTable(cluster, model, staging_bytes).rows(request.options(cluster.size()));
+        return AlgorithmTable(cluster, model, staging_bytes)
+            .rows(request.options(cluster.size()), parse_nccl_scope(request.nccl));
       },
       py::arg("cluster"), py::arg("request"), py::arg("model"),
       py::arg("staging_bytes") = JobSettings{}.staging_bytes, py::call_guard<GilRelease>(),
       "All algorithms of a collective across hosts, or of one that adds within one.");
+  module.def(
+      "device_row",
+      [](const Cluster& cluster, const PlanRequest& request, bool has_mode) {
+        return device_row(cluster, request.on_devices(has_mode));
+      },
+      py::arg("cluster"), py::arg("request"), py::arg("has_mode"),
+      "The row of what a job on several hosts runs for arrays on devices, a device for each rank.");
   module.def(
       "assumed_memory",
       [](int ranks, bool oversubscribed) {

@@ -106,6 +106,7 @@ std::string fill(const SharedLibrary& library, Driver* driver) {
   find("cuMemcpyDtoHAsync_v2", &driver->copy_to_host);
   find("cuMemcpyHtoDAsync_v2", &driver->copy_to_device);
   find("cuMemcpyDtoDAsync_v2", &driver->copy_on_device);
+  DriverFinder(library, driver->is_hip)("cuDeviceCanAccessPeer", &driver->can_access_peer);
   if (!driver->is_hip) fill_for_peers(library, driver);
   return find.missing();
 }

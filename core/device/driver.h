@@ -101,6 +101,8 @@ struct MULTIRING_API Driver {
   Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
   Result (*copy_on_device)(Pointer to, Pointer from, std::size_t bytes, Stream stream);
 
+  Result (*can_access_peer)(int* can, Device device, Device peer);  // null: it cannot be asked
+
   // What peer memory needs besides; without these the others serve all the same. HIP's are not taken: there
   // is no kernel for it.
   Result (*device_attribute)(int* value, DeviceAttribute attribute, Device device);

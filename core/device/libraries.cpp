@@ -65,6 +65,23 @@ Wanted collectives(const char* name, std::vector<SharedLibrary::Candidate> candi
   return {name, std::move(candidates), refuse, describe};
 }
 
+std::optional<std::vector<std::pair<int, int>>> pairs_apart(const cuda::Driver& driver, int count) {
+  if (driver.can_access_peer == nullptr) return std::nullopt;
+  const auto reaches = [&](int from, int to) {
+    cuda::Device device = 0;
+    cuda::Device peer = 0;
+    int can = 0;
+    return driver.device_get(&device, from) == cuda::kSuccess &&
+           driver.device_get(&peer, to) == cuda::kSuccess &&
+           driver.can_access_peer(&can, device, peer) == cuda::kSuccess && can != 0;
+  };
+  std::vector<std::pair<int, int>> found;
+  for (int first = 0; first < count; ++first)
+    for (int second = first + 1; second < count; ++second)
+      if (!reaches(first, second) || !reaches(second, first)) found.emplace_back(first, second);
+  return found;
+}
+
 Wanted driver(const char* name, const std::vector<std::string>& files) {
   const auto refuse = [](const SharedLibrary& library) { return cuda::Driver().load(library); };
   const auto describe = [](const SharedLibrary& library, DeviceLibrary& found) {
@@ -72,6 +89,7 @@ Wanted driver(const char* name, const std::vector<std::string>& files) {
     driver.load(library);
     found.version = driver.version();
     if (driver.device_count(&found.devices) != cuda::kSuccess) found.devices = 0;
+    found.pairs_apart = pairs_apart(driver, found.devices);
   };
   return {name, places_of(files), refuse, describe};
 }

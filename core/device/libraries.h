@@ -1,7 +1,9 @@
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/export.h"
@@ -16,6 +18,9 @@ struct DeviceLibrary {
   std::string version;  ///< "13.0"
   std::string why;      ///< why none can be used, a reason for each place where it was looked for
   int devices = -1;     ///< that the driver sees; negative: not asked
+  /// Pairs of them that cannot have each other's memory, in one direction or in both, the lower number first;
+  /// none: not asked.
+  std::optional<std::vector<std::pair<int, int>>> pairs_apart;
 };
 
 /// Looks for all of them and opens those that are there. `sites`: folders that wheels are installed in.

@@ -59,10 +59,13 @@ __all__: list[str] = [
     "copy_streaming",
     "copy_to_device",
     "device_of",
+    "device_row",
     "documented_algorithms",
     "dtype_size",
+    "export_device_memory",
     "find_device_libraries",
     "has_plans",
+    "import_device_memory",
     "interface_addresses",
     "is_arrival_hook",
     "keep_times",
@@ -116,6 +119,8 @@ class DeviceLibrary:
     def name(self) -> str: ...
     @property
     def origin(self) -> str: ...
+    @property
+    def pairs_apart(self) -> list[tuple[int, int]] | None: ...
     @property
     def path(self) -> str: ...
     @property
@@ -472,6 +477,7 @@ class PlanRequest:
     collective: str
     dtype: str
     mode: str
+    nccl: str
     order: str
     def __init__(self) -> None: ...
     @property
@@ -1121,6 +1127,11 @@ def device_of(address: typing.SupportsInt | typing.SupportsIndex) -> int:
     The device whose memory an address is of; -1: memory of the host.
     """
 
+def device_row(cluster: Cluster, request: PlanRequest, has_mode: bool) -> AlgorithmRow:
+    """
+    The row of what a job on several hosts runs for arrays on devices, a device for each rank.
+    """
+
 def documented_algorithms() -> list[dict[str, str]]:
     """
     What the documentation says of each algorithm of a mode.
@@ -1131,6 +1142,11 @@ def dtype_size(dtype: str) -> int:
     Bytes of an element of a type by its name.
     """
 
+def export_device_memory(device: typing.SupportsInt | typing.SupportsIndex) -> tuple[bytes, int]:
+    """
+    2 MiB for another process to have, until this one ends: its handle, and its address here.
+    """
+
 def find_device_libraries(sites: collections.abc.Sequence[str]) -> list[DeviceLibrary]:
     """
     Opens the libraries for devices; sites: folders that wheels are installed in.
@@ -1139,6 +1155,11 @@ def find_device_libraries(sites: collections.abc.Sequence[str]) -> list[DeviceLi
 def has_plans(collective: str) -> bool:
     """
     Whether plans are among its algorithms.
+    """
+
+def import_device_memory(handle: bytes, device: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    The address of memory of another process, for what works on `device`.
     """
 
 def interface_addresses(interfaces: collections.abc.Sequence[str]) -> list[tuple[str, str, int]]:

@@ -36,6 +36,7 @@ HIP_NAMES = {
     "hipDeviceGet": "cuDeviceGet",
     "hipDeviceGetUuid": "cuDeviceGetUuid",
     "hipDeviceGetPCIBusId": "cuDeviceGetPCIBusId",
+    "hipDeviceCanAccessPeer": "cuDeviceCanAccessPeer",
     "hipGetDevice": "",  # its own
     "hipSetDevice": "",
     "hipGetLastError": "",

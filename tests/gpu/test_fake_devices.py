@@ -3,6 +3,9 @@ kernels, several devices, kinds of memory, work that is done in every order."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -87,6 +90,54 @@ def test_the_driver_is_shown(command: str) -> None:
     shown = run_multiring(command, env=stand_in.environment(), code=0).stdout
     devices = {"env": "13.0, 2 devices, loaded by the process: ", "doctor": "2 devices, CUDA driver 13.0"}
     assert devices[command] in shown
+
+
+BETWEEN_DEVICES = {
+    "": (
+        "ok       peer access          each of 2 devices reaches the memory of each other one",
+        "ok       device IPC           on device 1 a process reads what another one has on device 0",
+    ),
+    "no_access=1:0": (
+        "warning  peer access          none between devices 0 and 1 (of 2 devices)",
+        "ok       device IPC           on device 0 a process reads what another one has on device 0",
+    ),
+    "fail=can_access_peer:3": (
+        "warning  peer access          none between devices 0 and 1 (of 2 devices)",
+        "ok       device IPC           on device 0 a process",
+    ),
+    "fail=ipc_export:801": (
+        "ok       peer access  ",
+        "warning  device IPC           cuIpcGetMemHandle on device 0 failed: CUDA_ERROR_OTHER (801",
+    ),
+    "fail=ipc_import:801": (
+        "ok       peer access  ",
+        "warning  device IPC           cuIpcOpenMemHandle on device 1 failed: CUDA_ERROR_OTHER (801",
+    ),
+    "fail=ipc_import:-11": (
+        "ok       peer access  ",
+        "warning  device IPC           reading it ends the process with SIGSEGV",
+    ),
+    "fail=copy_to_host:700": (
+        "ok       peer access  ",
+        "warning  device IPC           cuMemcpyDtoHAsync on device 1 of 63 bytes failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("options", BETWEEN_DEVICES, ids=lambda options: f"fake {options}")
+def test_doctor_says_what_devices_have_of_one_another(options: str) -> None:
+    shown = run_multiring("doctor", env=stand_in.environment(options), code=0).stdout
+    for told in BETWEEN_DEVICES[options]:
+        assert f"\n{told}" in shown, shown
+    assert shown.count("\nwarning") == shown.count("\n" + " " * 30 + "-> "), "what to do about each"
+
+
+def test_doctor_says_what_fake_devices_of_amd_reach() -> None:
+    """No memory is shared there, so that is not tried."""
+    env = stand_in.with_hip(Path(tempfile.gettempdir())) | {"FAKE_CUDA": "no_access=0:1"}
+    shown = run_multiring("doctor", env=env, code=0).stdout
+    assert "\nwarning  peer access          none between devices 0 and 1 (of 2 devices)\n" in shown, shown
+    assert "device IPC" not in shown
 
 
 @on_ranks(2)

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
+#include "device/ipc_trial.h"
 #include "device/libraries.h"
 #include "device/shared_library.h"
 #include "device/staging.h"
@@ -61,6 +62,24 @@ void copy_to_device(std::uintptr_t address, const py::array_t<std::uint8_t, py::
   staging.finish();
 }
 
+std::pair<py::bytes, std::uintptr_t> export_memory(int device) {
+  SharedDeviceMemory made;
+  {
+    const GilRelease release;
+    made = export_device_memory(device);
+  }
+  return {py::bytes(made.handle.bytes.data(), made.handle.bytes.size()), made.address};
+}
+
+std::uintptr_t import_memory(const py::bytes& given, int device) {
+  const std::string_view bytes = given;
+  cuda::IpcHandle handle;
+  if (bytes.size() != handle.bytes.size()) throw_usage("this is no handle of a device's memory");
+  std::memcpy(handle.bytes.data(), bytes.data(), bytes.size());
+  const GilRelease release;
+  return import_device_memory(handle, device);
+}
+
 }  // namespace
 
 dlpack::DeviceType kind_of_devices(const Devices& devices) {
@@ -94,7 +113,8 @@ void bind_devices(py::module_& module) {
       .def_readonly("origin", &DeviceLibrary::origin)
       .def_readonly("version", &DeviceLibrary::version)
       .def_readonly("why", &DeviceLibrary::why)
-      .def_readonly("devices", &DeviceLibrary::devices);
+      .def_readonly("devices", &DeviceLibrary::devices)
+      .def_readonly("pairs_apart", &DeviceLibrary::pairs_apart);
   module.def(
       "find_device_libraries",
       [](const std::vector<std::string>& sites) {
@@ -112,6 +132,10 @@ void bind_devices(py::module_& module) {
         return memory.on_device() ? memory.device : -1;
       },
       py::arg("address"), "The device whose memory an address is of; -1: memory of the host.");
+  module.def("export_device_memory", &export_memory, py::arg("device"),
+             "2 MiB for another process to have, until this one ends: its handle, and its address here.");
+  module.def("import_device_memory", &import_memory, py::arg("handle"), py::arg("device"),
+             "The address of memory of another process, for what works on `device`.");
   module.def("copy_from_device", &copy_from_device, py::arg("address"), py::arg("nbytes"), py::arg("device"),
              py::arg("stream"), "Memory of a device as bytes, after the work that the stream has now.");
   module.def("copy_to_device", &copy_to_device, py::arg("address"), py::arg("data"), py::arg("device"),

@@ -297,7 +297,7 @@ HostTable AlgorithmTable::host_table(Collective collective) const {
   return {collective, cluster_.size(), cluster_.hosts.front().memory, staging_bytes_};
 }
 
-std::vector<AlgorithmRow> AlgorithmTable::host_rows(const PlanOptions& options) const {
+std::vector<AlgorithmRow> AlgorithmTable::host_rows(const PlanOptions& options, NcclScope nccl) const {
   const HostTable table = host_table(options.collective);
   if (!options.mode.empty())
     throw_usage("mode " + format_mode(options.mode) +
@@ -305,7 +305,7 @@ std::vector<AlgorithmRow> AlgorithmTable::host_rows(const PlanOptions& options) 
   const std::size_t count =
       options.blocks.empty() ? options.count
                              : std::accumulate(options.blocks.begin(), options.blocks.end(), std::size_t{0});
-  return table.rows(count * element_bytes(options), table.choice(), options.order);
+  return table.rows(count * element_bytes(options), table.choice(), options.order, nccl);
 }
 
 AlgorithmTable::Choice AlgorithmTable::choice(const PlanOptions& options) const {
@@ -365,8 +365,8 @@ AlgorithmRow AlgorithmTable::other_row(const PlanOptions& options) const {
   return row;
 }
 
-std::vector<AlgorithmRow> AlgorithmTable::rows(const PlanOptions& wanted) const {
-  if (cluster_.host_count() == 1) return host_rows(wanted);
+std::vector<AlgorithmRow> AlgorithmTable::rows(const PlanOptions& wanted, NcclScope nccl) const {
+  if (cluster_.host_count() == 1) return host_rows(wanted, nccl);
   const PlanOptions options = in_its_order(wanted);
   if (!has_plans(options.collective) && !options.mode.empty()) Plan(cluster_, options);  // raises
   if (!options.mode.empty()) require_fit(options.mode, cluster_);

@@ -62,8 +62,9 @@ class MULTIRING_API AlgorithmTable {
   double queued_bytes(const Load& load) const;
 
   /// All algorithms: rounds, messages or the plans that are compared, then what does not run here. Raises a
-  /// usage error for a single host where HostTable does, or for a mode, which is of several.
-  std::vector<AlgorithmRow> rows(const PlanOptions& options) const;
+  /// usage error for a single host where HostTable does, or for a mode, which is of several. `nccl`: of the
+  /// job; of one host alone (of several: device_row.h).
+  std::vector<AlgorithmRow> rows(const PlanOptions& options, NcclScope nccl = NcclScope::kHost) const;
 
  private:
   struct Entry {
@@ -73,7 +74,7 @@ class MULTIRING_API AlgorithmTable {
   };
 
   static PlanOptions in_its_order(PlanOptions options);
-  std::vector<AlgorithmRow> host_rows(const PlanOptions& options) const;
+  std::vector<AlgorithmRow> host_rows(const PlanOptions& options, NcclScope nccl) const;
   Entry choose(const PlanOptions& options) const;
   std::vector<Entry> entries(const PlanOptions& options) const;
   std::vector<Entry> plans(const PlanOptions& options) const;

@@ -92,7 +92,8 @@ AlgorithmRow HostTable::row(Kind kind, std::size_t bytes) const {
   return row;
 }
 
-std::vector<AlgorithmRow> HostTable::rows(std::size_t bytes, const HostChoice& choice, Order order) const {
+std::vector<AlgorithmRow> HostTable::rows(std::size_t bytes, const HostChoice& choice, Order order,
+                                          NcclScope nccl) const {
   std::vector<AlgorithmRow> rows;
   const std::span<const Kind> kinds = kinds_of(collective_);
   const bool in_rounds = bytes <= choice.max_rounds && std::ranges::find(kinds, Kind::kRounds) != kinds.end();
@@ -102,6 +103,7 @@ std::vector<AlgorithmRow> HostTable::rows(std::size_t bytes, const HostChoice& c
         kind == Kind::kDirect ? bytes >= choice.min_direct : (kind == Kind::kRounds) == in_rounds;
   }
   const bool by_nccl = order == Order::kAny;
+  if (by_nccl && nccl == NcclScope::kOff) return rows;
   rows.emplace_back().name = algorithm_name({by_nccl ? Kind::kNccl : Kind::kPeers});
   rows.back().excluded = by_nccl ? "for arrays on GPUs, one for each rank, by NCCL: not predicted"
                                  : "for arrays on GPUs, with MULTIRING_PEER_MEMORY=1: not predicted";

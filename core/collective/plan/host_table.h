@@ -7,6 +7,7 @@
 
 #include "base/arithmetic/order.h"
 #include "base/export.h"
+#include "base/nccl_scope.h"
 #include "collective/plan/algorithm_row.h"
 #include "collective/plan/crossing_algorithm.h"
 #include "topology/cluster.h"
@@ -40,9 +41,10 @@ class MULTIRING_API HostTable {
   HostTable(Collective collective, int ranks, HostMemory memory, std::size_t staging_bytes);
 
   /// All of them, with those that `choice` takes: two, where arrays in symmetric memory take another one. In
-  /// any order NCCL's is one more, else peer memory's, without costs: nothing has measured these.
-  std::vector<AlgorithmRow> rows(std::size_t bytes, const HostChoice& choice,
-                                 Order order = Order::kCanonical) const;
+  /// any order NCCL's is one more, unless it is off, else peer memory's, without costs: nothing has measured
+  /// these.
+  std::vector<AlgorithmRow> rows(std::size_t bytes, const HostChoice& choice, Order order = Order::kCanonical,
+                                 NcclScope nccl = NcclScope::kHost) const;
   /// The quickest.
   HostChoice choice() const;
 

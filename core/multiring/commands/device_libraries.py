@@ -9,14 +9,17 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from multiring.commands.launcher.process import signal_name
 
-__all__ = ["DeviceLibrary", "LookError", "find", "main", "shown"]
+__all__ = ["DeviceLibrary", "LookError", "ask", "find", "main", "shown"]
 
 # They put the library into a folder of their own, which the dynamic loader does not look into; by their CUDA.
 _WHEELS = {
@@ -48,6 +51,7 @@ class DeviceLibrary:
         version: As "13.0".
         why: Why none can be used, a reason for each place where it was looked for.
         devices: That the driver sees; negative: not asked.
+        pairs_apart: Pairs of them that cannot have each other's memory, the lower first; None: not asked.
         wheels: Distributions that install this file, the last one unpacked being the one that is there.
     """
 
@@ -57,6 +61,7 @@ class DeviceLibrary:
     version: str = ""
     why: str = ""
     devices: int = -1
+    pairs_apart: tuple[tuple[int, int], ...] | None = None
     wheels: tuple[str, ...] = ()
 
     @property
@@ -71,27 +76,48 @@ def find(seconds: float = _SECONDS) -> dict[str, DeviceLibrary]:
     Raises:
         LookError: It has ended otherwise, or has not ended after so many seconds.
     """
-    command = [sys.executable, "-P", "-m", "multiring.commands.device_libraries"]
+    out = ask(["multiring.commands.device_libraries"], "the libraries for devices", seconds)
+    # Libraries may print as well.
+    rows = json.loads(next(line for line in out.splitlines() if line.startswith(_MARK)).removeprefix(_MARK))
+    for row in rows:
+        row["wheels"] = tuple(row["wheels"])
+        if row["pairs_apart"] is not None:
+            row["pairs_apart"] = tuple(map(tuple, row["pairs_apart"]))
+    return {row["name"]: DeviceLibrary(**row) for row in rows}
+
+
+def ask(module: Sequence[str], what: str, seconds: float) -> str:
+    """What a module prints that another process runs, and whatever it starts.
+
+    Args:
+        module: Its name, and arguments.
+        what: What it opens, for messages.
+        seconds: How long it may take.
+
+    Raises:
+        LookError: It has ended otherwise, with the last line on stderr, or has not ended in time.
+    """
+    command = [sys.executable, "-P", "-m", *module]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
     try:
         out, err = process.communicate(timeout=seconds)
     except BaseException as error:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         # One that waits for a device within the kernel does not end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_END_SECONDS)
         if isinstance(error, subprocess.TimeoutExpired):
-            raise LookError(f"the libraries for devices did not answer within {seconds:g} s") from None
+            raise LookError(f"{what} did not answer within {seconds:g} s") from None
         raise
     if process.returncode < 0:
-        name = signal_name(-process.returncode)
-        raise LookError(f"opening the libraries for devices ends the process with {name}")
+        raise LookError(f"opening {what} ends the process with {signal_name(-process.returncode)}")
     if process.returncode > 0:
         raise LookError((err.strip().splitlines() or ["no message"])[-1])
-    # Libraries may print as well.
-    rows = json.loads(next(line for line in out.splitlines() if line.startswith(_MARK)).removeprefix(_MARK))
-    return {row["name"]: DeviceLibrary(**row | {"wheels": tuple(row["wheels"])}) for row in rows}
+    return out
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ namespace {
 using namespace cuda;  // NOLINT: the types of the driver
 constexpr Result kNoDevice = 100;
 constexpr Result kInvalidDevice = 101;
+constexpr Result kPeerAccessUnsupported = 217;
 constexpr Result kCaptureUnsupported = 900;
 
 // The stand-in for HIP is this one with other names, and one stream less (tests/gpu/stand_in.py).
@@ -123,6 +124,12 @@ FAKE_CUDA Result cuDeviceGetUuid(char* uuid, Device device) {
 FAKE_CUDA Result cuDeviceGetPCIBusId(char* text, int room, Device device) {
   std::snprintf(text, static_cast<std::size_t>(room), "0000:%02x:00.0", device);
   return kSuccess;
+}
+
+FAKE_CUDA Result cuDeviceCanAccessPeer(int* can, Device device, Device peer) {
+  const std::lock_guard lock(machine().mutex());
+  *can = machine().can_access(device, peer) ? 1 : 0;
+  return machine().enter("can_access_peer", -1);
 }
 
 #ifdef FAKE_HIP
@@ -286,6 +293,7 @@ FAKE_CUDA Result cuIpcGetMemHandle(FakeMachine::IpcHandle* handle, Pointer memor
 FAKE_CUDA Result cuIpcOpenMemHandle_v2(Pointer* memory, FakeMachine::IpcHandle handle, unsigned) {
   const Call call("ipc_import");
   if (call.result != kSuccess) return call.result;
+  if (!machine().can_access(current_device(), handle.device)) return kPeerAccessUnsupported;
   *memory = reinterpret_cast<Pointer>(machine().import_block(handle));
   return *memory != 0 ? kSuccess : kInvalidContext;
 }

@@ -106,6 +106,8 @@ void FakeMachine::configure(const std::string& options) {
       set_lateness(first);
     else if (option == "fail")
       fail(name, first, second);
+    else if (option == "no_access")
+      no_access_.emplace(first, second);
     else if (option == "recover")
       recover();
     else

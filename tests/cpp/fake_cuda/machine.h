@@ -11,8 +11,10 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/export.h"
@@ -99,7 +101,8 @@ class MULTIRING_API FakeMachine : Immovable {
 
   /// "progress=late|seeded|threads", "seed=N", "ignore=wait|record:K" (the K-th from now on; -1: none),
   /// "fail=FUNCTION:RESULT[:K]" (a name in cuda::Driver; of negative ones the process gets the signal),
-  /// "lateness=N", "recover" (failed devices work again), several of them divided by spaces.
+  /// "lateness=N", "recover" (failed devices work again), "no_access=FROM:TO" (devices), several of them
+  /// divided by spaces.
   void configure(const std::string& options);
   void set_progress(Progress progress, std::uint64_t seed);
   void ignore(Ordering ordering, int number);
@@ -111,6 +114,7 @@ class MULTIRING_API FakeMachine : Immovable {
   }
   void set_lateness(int queries) { lateness_ = queries; }
   int calls(const std::string& function) { return calls_[function]; }
+  bool can_access(int from, int to) const { return !no_access_.contains({from, to}); }
 
   // Memory. Null: there is none left.
   std::byte* allocate(int device, std::size_t bytes);
@@ -182,6 +186,7 @@ class MULTIRING_API FakeMachine : Immovable {
   std::map<std::string, Failure> failures_;
   std::map<int, cuda::Result> failed_devices_;
   std::map<std::string, int> calls_;
+  std::set<std::pair<int, int>> no_access_;
   std::string misuse_;
   std::array<int, 2> counted_{};
   std::array<int, 2> ignored_{-1, -1};

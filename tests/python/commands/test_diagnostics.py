@@ -20,7 +20,7 @@ from multiring import config, machine
 from multiring.commands import device_libraries
 from multiring.commands import env as environment
 from multiring.commands.device_libraries import DeviceLibrary
-from multiring.commands.doctor import checks, doctor
+from multiring.commands.doctor import checks, device_checks, doctor
 from multiring.commands.doctor.checks import Finding, Status
 from tests.gpu import stand_in
 from tests.support import executable, run_multiring
@@ -70,6 +70,10 @@ def test_doctor_finds_this_machine_fit() -> None:
     for name in checks.CHECKS:
         assert name in result.stdout
     assert "2 ranks agree on a sum" in result.stdout
+    if "none: arrays lie in host memory" in result.stdout:
+        lines = result.stdout.partition("\n\n")[0].splitlines()
+        names = [line[9 : 9 + max(map(len, checks.CHECKS))].rstrip() for line in lines if line[:9].strip()]
+        assert names == list(checks.CHECKS), "nothing else is said where there are no devices"
     assert "This machine can run a job" in result.stdout
 
 
@@ -135,8 +139,11 @@ def test_devices_are_told_by_doctor(
 ) -> None:
     monkeypatch.setattr(device_libraries, "find", libraries(*found))
     monkeypatch.setattr(checks, "_NVIDIA_FILE", str(tmp_path / ("" if file else "none")))
+    look = Mock(return_value={"peer access": Finding(Status.OK, "all")})
+    monkeypatch.setattr(device_checks, "look", look)
     finding = checks.devices(environ)
     assert (finding.status, finding.detail) == (status, told)
+    assert bool(finding.also) == any(each.devices > 0 for each in found), "where devices are seen"
 
 
 def test_libraries_for_devices_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +263,7 @@ def test_wheels_are_not_looked_for_in_the_current_directory(
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, *found: Finding | Exception) -> int:
     table = {f"check {number}": Mock(side_effect=[one]) for number, one in enumerate(found)}
-    monkeypatch.setattr(doctor, "CHECKS", table)
+    monkeypatch.setattr(checks, "CHECKS", table)
     return doctor.main(argparse.Namespace(hosts=None, hostfile=None))
 
 

@@ -106,6 +106,63 @@ def test_one_host_says_what_either_kind_of_array_takes(capsys: pytest.CaptureFix
     assert [row["name"] for row in found["algorithms"]] == ["direct", "staged"]
 
 
+ON_DEVICES = {
+    ("all", "2x4", ""): ("nccl", "among all ranks: not predicted"),
+    ("all", "2+1", "--collective alltoall"): ("nccl", "among all ranks: not predicted"),
+    ("hierarchical", "2x4", ""): (
+        "hierarchical",
+        "by NCCL within hosts and pinned memory across them: not predicted",
+    ),
+    ("hierarchical", "2+1", ""): ("pinned", "needs hosts with as many ranks each, at least two"),
+    ("hierarchical", "2x4", "--collective broadcast"): ("pinned", "hierarchical is for allreduces"),
+    ("host", "2x4", ""): ("pinned", "MULTIRING_NCCL=host is for groups on one host"),
+    ("off", "2x4", ""): ("pinned", "copied to the host and back: MULTIRING_NCCL=off"),
+    ("all", "2x4", "--order canonical"): ("pinned", "for any order only (--order any)"),
+    ("all", "2x4", "--mode 4x2"): ("pinned", "in a job with a mode"),
+    ("all", "2x4", "--mode rounds"): ("pinned", "in a job with a mode"),
+    ("all", "2x4", "--bytes 1K"): ("pinned", "not asked for so few bytes"),
+    ("all", "4", "--host-links ring"): ("pinned", "a link from each host to each"),
+    ("all", "2x4", "--collective scatter"): ("pinned", "not asked for a scatter"),
+}
+
+
+@pytest.mark.parametrize(("nccl", "hosts", "options"), ON_DEVICES, ids=lambda part: part or "-")
+def test_arrays_on_devices_of_several_hosts(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    nccl: str,
+    hosts: str,
+    options: str,
+) -> None:
+    """By NCCL, by it within hosts, or by pinned memory, without a time: in a table, below a plan, as JSON."""
+    name, told = ON_DEVICES[nccl, hosts, options]
+    words = ["plan", "--hosts", hosts, "--bytes", "16M", "--order", "any", *options.split()]
+
+    def shown(*more: str) -> str:
+        assert cli.main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    assert "GPUs" not in shown("--explain"), "nobody has asked"
+    monkeypatch.setenv("MULTIRING_NCCL", nccl)
+    for text in (shown(), shown("--explain")):
+        (line,) = (line for line in text.splitlines() if "GPUs" in line)
+        assert line.split()[0] == name
+        assert line.endswith(told)
+    *_, row = json.loads(shown("--json"))["algorithms"]
+    assert list(row) == ["name", "excluded"], "no time"
+    assert row["name"] == name
+    assert row["excluded"].endswith(told)
+    monkeypatch.setenv("MULTIRING_NCCL", "off")
+    *_, row = json.loads(shown("--json", "--nccl", nccl))["algorithms"]
+    assert row["name"] == name, "the option goes first"
+
+
+def test_one_host_has_no_row_of_nccl_where_it_is_off() -> None:
+    words = ("--hosts", "1x2", "--order", "any", "--nccl")
+    assert "by NCCL" in printed(*words, "host")
+    assert "NCCL" not in printed(*words, "off")
+
+
 def test_rounds_of_one_host_pass_in_segments() -> None:
     *_, line = printed("--hosts", "1x4", "--bytes", "1M", "--mode", "rounds").splitlines()
     assert line.split()[0] == "rounds"

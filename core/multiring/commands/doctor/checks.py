@@ -12,17 +12,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import replace
 
 from multiring import config, machine
 from multiring.commands import device_libraries
+from multiring.commands.doctor import device_checks
+from multiring.commands.doctor.finding import Finding, Status
 from multiring.commands.launcher.process import signal_name
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
 
-__all__ = ["CHECKS", "Finding", "Status", "run_check"]
+__all__ = ["CHECKS", "Finding", "Status", "run_checks"]
 
 _MIN_DESCRIPTORS = 256
 _GOOD_DESCRIPTORS = 1024
@@ -32,29 +33,6 @@ _LONGEST_SOCKET_PATH = 107
 _SELF_TEST_SECONDS = 60.0
 # How the kernel shows that a machine, or a container, has GPUs of NVIDIA.
 _NVIDIA_FILE = "/dev/nvidiactl"
-
-
-class Status(Enum):
-    """How a check went; only FAILED keeps a job from running."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check found.
-
-    Attributes:
-        status: How it went.
-        detail: What is there.
-        fix: What to do about it; empty if nothing.
-    """
-
-    status: Status
-    detail: str
-    fix: str = ""
 
 
 def native_library() -> Finding:
@@ -206,12 +184,22 @@ def threads(environ: Mapping[str, str] = os.environ) -> Finding:
 
 
 def devices(environ: Mapping[str, str] = os.environ) -> Finding:
-    """Which libraries for arrays on GPUs there are; jobs on the host need none."""
+    """Which libraries for arrays on GPUs there are, and what GPUs reach; jobs on the host need none."""
     try:
         found = device_libraries.find()
     except device_libraries.LookError as error:
         fix = "see whether nvidia-smi, or rocm-smi, answers; jobs with arrays on the host run all the same"
         return Finding(Status.WARNING, str(error), fix)
+    own = _libraries_for_devices(found, environ)
+    for driver, collectives in (("CUDA driver", "NCCL"), ("HIP", "RCCL")):
+        if found[driver].devices > 0:
+            return replace(own, also=device_checks.look(found[driver], found[collectives], environ))
+    return own
+
+
+def _libraries_for_devices(
+    found: Mapping[str, device_libraries.DeviceLibrary], environ: Mapping[str, str]
+) -> Finding:
     driver, nccl, hip = found["CUDA driver"], found["NCCL"], found["HIP"]
     if driver.path:
         count = f"{driver.devices} device{'s' * (driver.devices != 1)}, CUDA driver {driver.version}"
@@ -302,7 +290,17 @@ CHECKS: dict[str, Callable[[], Finding]] = {
 }
 
 
-def run_check(check: Callable[[], Finding]) -> Finding:
+def run_checks(without: Container[str] = ()) -> Iterator[tuple[str, Finding]]:
+    """What the checks find, by name, but those that are left out."""
+    for name, check in CHECKS.items():
+        if name in without:
+            continue
+        found = _run(check)
+        yield name, found
+        yield from found.also.items()
+
+
+def _run(check: Callable[[], Finding]) -> Finding:
     """What a check finds; that it fails in a way nobody thought of is a finding too."""
     try:
         return check()

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from multiring.commands.doctor import hosts_doctor
-from multiring.commands.doctor.checks import CHECKS, Finding, Status, run_check
+from multiring.commands.doctor.checks import CHECKS, Finding, Status, run_checks
 from multiring.commands.launcher.options import add_host_arguments, chosen_hosts
 
 __all__ = ["add_arguments", "main"]
@@ -29,9 +29,9 @@ def main(args: argparse.Namespace) -> int:
         return _judge(found, "These hosts")
     width = max(map(len, CHECKS))
     findings: list[Finding] = []
-    for name, check in CHECKS.items():
-        findings.append(run_check(check))
-        _show(name, findings[-1], width)
+    for name, finding in run_checks():
+        findings.append(finding)
+        _show(name, finding, width)
     return _judge(findings, "This machine")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multiring import machine
-from multiring.commands.doctor.checks import CHECKS, Status, run_check
+from multiring.commands.doctor.checks import Status, run_checks
 from multiring.commands.env import versions
 from multiring.errors import MultiringError
 
@@ -45,7 +45,7 @@ def look(directory: str, environ: dict[str, str]) -> dict[str, Any]:
     os.environ.update(environ)
     found = {name: text for name, text in versions().items() if name != "native library"}
     addresses, problem = _addresses()
-    findings = {name: run_check(check) for name, check in CHECKS.items() if name not in _NOT_HERE}
+    findings = run_checks(without=_NOT_HERE)
     return {
         "machine": machine_id(),
         "versions": {**found, "python": platform.python_version()},
@@ -56,7 +56,7 @@ def look(directory: str, environ: dict[str, str]) -> dict[str, Any]:
         "no addresses": problem,
         "findings": [
             [name, finding.status.value, finding.detail, finding.fix]
-            for name, finding in findings.items()
+            for name, finding in findings
             if finding.status is not Status.OK
         ],
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from multiring.errors import UsageError
 
-__all__ = ["check_devices", "device_environments"]
+__all__ = ["check_devices", "count_nvidia", "device_environments"]
 
 # Read by the drivers: a process sees the devices that are named, and numbers them from 0. HIP heeds the first
 # one where the second is not set, so that both are set where the devices may be of either maker.
@@ -98,9 +98,13 @@ def _visible(environ: Mapping[str, str], root: Path) -> tuple[list[str], str]:
     """NVIDIA's devices that ranks may use, and what tells of them."""
     if _CUDA in environ:
         return _shown(environ[_CUDA]), f"{_CUDA}={environ[_CUDA]}"
+    return [str(number) for number in range(count_nvidia(root))], "in /dev and /proc/driver/nvidia/gpus"
+
+
+def count_nvidia(root: Path) -> int:
+    """How many GPUs of NVIDIA this host has, or this container may use."""
     # A container has files of those that it may use. The driver makes them when it is first used.
-    count = len(_files(root)) or len(list(root.glob("proc/driver/nvidia/gpus/*")))
-    return [str(number) for number in range(count)], "in /dev and /proc/driver/nvidia/gpus"
+    return len(_files(root)) or len(list(root.glob("proc/driver/nvidia/gpus/*")))
 
 
 def _has_nvidia(root: Path) -> bool:

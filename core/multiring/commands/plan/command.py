@@ -7,7 +7,7 @@ import json
 import re
 
 from multiring import _core as native
-from multiring import units
+from multiring import config, units
 from multiring.commands.argument_types import number_of
 from multiring.commands.plan.drawing import draw
 from multiring.commands.plan.explain import rows_as_json, rows_as_text
@@ -163,6 +163,12 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="canonical",
         help="canonical: the same bits wherever ranks are placed; any: rings may run [canonical]",
     )
+    plan.add_argument(
+        "--nccl",
+        choices=("off", "host", "hierarchical", "all"),
+        help="the job's MULTIRING_NCCL: on several hosts, what runs for arrays on GPUs is told, too "
+        "[MULTIRING_NCCL]",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -176,6 +182,8 @@ def main(args: argparse.Namespace) -> int:
         row, plan = native.choose_algorithm(collective.cluster, request, model)
     rows = [row] if row and not args.explain else _rows(args, collective, request, model)
     row = row or rows[0]
+    on_devices = _on_devices(args, collective, request)
+    rows += on_devices
     _refuse_what_no_plan_uses(args, row, plan)
     prediction = _prediction(collective, row, plan, model) if plan else None
     if args.json:
@@ -184,8 +192,24 @@ def main(args: argparse.Namespace) -> int:
     elif prediction is None or args.explain:
         print(rows_as_text(collective, rows))
     else:
-        print(as_text(prediction), draw(collective.cluster.ranks, prediction.plan), sep="\n\n")
+        told = [as_text(prediction), *(f"{each.name:<10} {each.excluded}" for each in on_devices)]
+        print("\n".join(told), draw(collective.cluster.ranks, prediction.plan), sep="\n\n")
     return 0
+
+
+def _nccl(args: argparse.Namespace) -> str | None:
+    """Of the job; None: nobody has said."""
+    found = args.nccl or config.check().get("nccl")
+    return None if found is None else str(found)
+
+
+def _on_devices(
+    args: argparse.Namespace, collective: Collective, request: native.PlanRequest
+) -> list[native.AlgorithmRow]:
+    """What runs for arrays on devices of several hosts, if asked for; the table of one host has it."""
+    if len(collective.cluster.ranks) == 1 or _nccl(args) is None:
+        return []
+    return [native.device_row(collective.cluster, request, has_mode=bool(args.mode))]
 
 
 def _refuse_what_needs_hosts(args: argparse.Namespace) -> None:
@@ -240,6 +264,7 @@ def _described(args: argparse.Namespace) -> tuple[Collective, native.PlanRequest
     request.segment = args.segment
     request.order = args.order
     request.collective = args.collective
+    request.nccl = _nccl(args) or request.nccl
     collective = Collective(
         cluster=cluster,
         interfaces=interfaces,
