@@ -102,8 +102,7 @@ std::vector<AlgorithmRow> HostTable::rows(std::size_t bytes, const HostChoice& c
     rows.back().is_chosen =
         kind == Kind::kDirect ? bytes >= choice.min_direct : (kind == Kind::kRounds) == in_rounds;
   }
-  const bool by_nccl = order == Order::kAny;
-  if (by_nccl && nccl == NcclScope::kOff) return rows;
+  const bool by_nccl = order == Order::kAny && nccl != NcclScope::kOff;
   rows.emplace_back().name = algorithm_name({by_nccl ? Kind::kNccl : Kind::kPeers});
   rows.back().excluded = by_nccl ? "for arrays on GPUs, one for each rank, by NCCL: not predicted"
                                  : "for arrays on GPUs, with MULTIRING_PEER_MEMORY=1: not predicted";

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("google.protobuf", reason="the Caffe-style solver reads prototxt files by it")
+
+# isort: split
 from multiring import Communicator
 from multiring.caffe import SolverCallback
 from multiring.errors import UsageError

@@ -161,6 +161,7 @@ def test_one_host_has_no_row_of_nccl_where_it_is_off() -> None:
     words = ("--hosts", "1x2", "--order", "any", "--nccl")
     assert "by NCCL" in printed(*words, "host")
     assert "NCCL" not in printed(*words, "off")
+    assert "with MULTIRING_PEER_MEMORY=1" in printed(*words, "off"), "which has any order, too"
 
 
 def test_rounds_of_one_host_pass_in_segments() -> None:
