@@ -95,8 +95,8 @@ def test_a_rank_that_takes_long_to_exit_shows_its_error_once() -> None:
 INTERRUPTED = """
 import os, pathlib, sys, time, multiring
 comm = multiring.init()
-(pathlib.Path(os.environ["TEST_DIRECTORY"]) / f"ready-{comm.rank}").touch()
-try:
+try:  # begins before the test is told, and may send its signal
+    (pathlib.Path(os.environ["TEST_DIRECTORY"]) / f"ready-{comm.rank}").touch()
     if comm.rank == 0:
         time.sleep(600)
     comm.barrier()
