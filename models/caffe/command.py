@@ -24,7 +24,7 @@ import multiring.caffe
 from multiring import Communicator
 from multiring.derived import derived
 from multiring.errors import MultiringError, UsageError
-from multiring.models.caffe.device import is_set, set_device, set_mode_gpu, wait_for_device
+from multiring.models.caffe.device import find_device, is_set, set_device, set_mode_gpu, wait_for_device
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.requests import ACTIONS, Requests
 from multiring.models.caffe.schema import TEST, TRAIN
@@ -115,7 +115,8 @@ def _gpus(args: argparse.Namespace) -> list[int]:
         return []
     words = args.gpu.split(",")
     if args.gpu == "all":
-        words = list(map(str, range(torch.cuda.device_count() or 1)))
+        find_device(0)  # or an error: there is none
+        words = list(map(str, range(torch.cuda.device_count())))
     if not all(word.isdecimal() for word in words):
         raise UsageError(f"--gpu {args.gpu}: give numbers of GPUs, as in 0,1, or all")
     if args.action != "train" and len(words) > 1:

@@ -132,6 +132,7 @@ def test_ctrl_c_stops_with_a_snapshot_to_continue_from(tmp_path: Path) -> None:
 
 REFUSED = {
     "train --solver SOLVER --gpu 0": "Torch sees no GPU; compute on the CPU",
+    "train --solver SOLVER --gpu all -np 2": "Torch sees no GPU; compute on the CPU",
     "train --solver SOLVER --gpu 0,x": "--gpu 0,x: give numbers of GPUs, as in 0,1, or all",
     "train --solver SOLVER --gpu 0,1 -np 3": "names 2 for -np 3: name one for each rank, as in --gpu 0,0",
     "test --model SOLVER --weights b --gpu 0,1": "only train uses several GPUs",
