@@ -120,12 +120,16 @@ class SolverState:
         """After a reduction: synchronise statistics, and compare the ranks if it is time to. Collective."""
         if self._comm.size == 1:
             return
-        statistics = [parameter for parameter in self._parameters if parameter.is_statistic]
-        sync_arrays(self._own, _weights(self._solver.net, statistics), self._buffers, active)
+        net = self._solver.net
+        if self._buffers != "local":
+            statistics = [parameter for parameter in self._parameters if parameter.is_statistic]
+            sync_arrays(self._own, _weights(net, statistics), self._buffers, active)
         if self._check.due():
             takes_part = active[self._comm.rank] or hasattr(self._solver, "apply_update")
-            # Arrays only where they are looked at: on a GPU each is copied to the host.
-            entries = self._everything() if self._check.compares_arrays else self._settings()
+            # On a GPU no arrays in steps that compare numbers: each would be copied to the host for that.
+            device = getattr(net, "device", None)
+            is_light = device is not None and device.type != "cpu" and not self._check.compares_arrays
+            entries = self._settings() if is_light else self._everything()
             self._check.compare(entries, active=takes_part)
 
     def _settings(self) -> Iterator[tuple[str, object]]:

@@ -49,10 +49,15 @@ struct PlanRequest {
     made.order = adds(made.collective) ? parse_order(order) : Order::kAny;
     return made;
   }
-  DeviceRequest on_devices(bool has_mode) const {
+  DeviceRequest on_devices(bool has_mode, bool is_rounded) const {
     const DType type = parse_dtype(dtype);
-    return {parse_collective(collective), count * dtype_size(type), type,
-            parse_order(order),           parse_nccl_scope(nccl),   has_mode};
+    return {.collective = parse_collective(collective),
+            .bytes = count * dtype_size(type),
+            .dtype = type,
+            .order = parse_order(order),
+            .nccl = parse_nccl_scope(nccl),
+            .has_mode = has_mode,
+            .is_rounded = is_rounded && type == DType::kFloat32};
   }
 };
 
@@ -220,10 +225,10 @@ void bind_costs(py::module_& module) {
       "All algorithms of a collective across hosts, or of one that adds within one.");
   module.def(
       "device_row",
-      [](const Cluster& cluster, const PlanRequest& request, bool has_mode) {
-        return device_row(cluster, request.on_devices(has_mode));
+      [](const Cluster& cluster, const PlanRequest& request, bool has_mode, bool is_rounded) {
+        return device_row(cluster, request.on_devices(has_mode, is_rounded));
       },
-      py::arg("cluster"), py::arg("request"), py::arg("has_mode"),
+      py::arg("cluster"), py::arg("request"), py::arg("has_mode"), py::arg("is_rounded"),
       "The row of what a job on several hosts runs for arrays on devices, a device for each rank.");
   module.def(
       "assumed_memory",

@@ -289,12 +289,13 @@ bool Devices::reaches_end(int device, cuda::Stream stream, double seconds) {
   constexpr std::chrono::milliseconds kPause(1);
   const Current current(*this, device);
   const cuda::Event end = take_event(device);
-  if (driver_.event_record(end, stream) != cuda::kSuccess) return false;
+  if (driver_.event_record(end, stream) != cuda::kSuccess) return driver_.forget(), false;
   const Deadline deadline = Deadline::after(seconds);
   while (driver_.event_query(end) == cuda::kNotReady) {
     if (deadline.expired()) return false;  // the event stays in use
     std::this_thread::sleep_for(kPause);
   }
+  driver_.forget();  // if the device has failed
   release_event(device, end);
   return true;
 }

@@ -65,7 +65,7 @@ Wanted collectives(const char* name, std::vector<SharedLibrary::Candidate> candi
   return {name, std::move(candidates), refuse, describe};
 }
 
-std::optional<std::vector<std::pair<int, int>>> pairs_apart(const cuda::Driver& driver, int count) {
+std::optional<std::vector<std::pair<int, int>>> pairs_without_access(const cuda::Driver& driver, int count) {
   if (driver.can_access_peer == nullptr) return std::nullopt;
   const auto reaches = [&](int from, int to) {
     cuda::Device device = 0;
@@ -89,7 +89,7 @@ Wanted driver(const char* name, const std::vector<std::string>& files) {
     driver.load(library);
     found.version = driver.version();
     if (driver.device_count(&found.devices) != cuda::kSuccess) found.devices = 0;
-    found.pairs_apart = pairs_apart(driver, found.devices);
+    found.pairs_without_access = pairs_without_access(driver, found.devices);
   };
   return {name, places_of(files), refuse, describe};
 }

@@ -20,7 +20,7 @@ struct DeviceLibrary {
   int devices = -1;     ///< that the driver sees; negative: not asked
   /// Pairs of them that cannot have each other's memory, in one direction or in both, the lower number first;
   /// none: not asked.
-  std::optional<std::vector<std::pair<int, int>>> pairs_apart;
+  std::optional<std::vector<std::pair<int, int>>> pairs_without_access;
 };
 
 /// Looks for all of them and opens those that are there. `sites`: folders that wheels are installed in.

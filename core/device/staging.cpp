@@ -40,10 +40,10 @@ void Staging::order_after(const Buffer& array) {
   const Devices::Current current(*devices_, array.device);
   devices_->refuse_capture(array.device, stream);
   before_.push_back(record(array.device, stream));
-  if (devices_->driver().is_hip && stream != nullptr) follow(before_.back());
+  if (devices_->driver().is_hip && stream != nullptr) continue_on_own_stream(before_.back());
 }
 
-void Staging::follow(Recorded& before) {
+void Staging::continue_on_own_stream(Recorded& before) {
   const cuda::Stream own = devices_->down(before.device);
   devices_->driver().check(devices_->driver().stream_wait_event(own, before.event, 0),
                            cuda::on("cuStreamWaitEvent", before.device));
@@ -68,7 +68,8 @@ void Staging::hold_back() noexcept {
       const Devices::Current current(*devices_, device);
       const Recorded end = record(device, stream);
       for (const Recorded& before : before_)
-        devices_->driver().stream_wait_event(before.stream, end.event, 0);
+        if (devices_->driver().stream_wait_event(before.stream, end.event, 0) != cuda::kSuccess)
+          devices_->driver().forget();
       devices_->release_event(device, end.event);
     } catch (const DeviceError&) {  // the device has failed: nothing is written any more
     }

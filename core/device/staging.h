@@ -79,7 +79,7 @@ class MULTIRING_API Staging : Immovable {
   Recorded record(int device, cuda::Stream stream);
   /// Replaces the event by one of a stream of our own that comes after it. HIP, when it is asked for an
   /// event, looks at the stream that has recorded it, which the program may destroy or capture.
-  void follow(Recorded& before);
+  void continue_on_own_stream(Recorded& before);
 
   const std::shared_ptr<Devices> devices_;
   std::vector<std::shared_ptr<std::byte>> memory_;

@@ -120,7 +120,7 @@ class DeviceLibrary:
     @property
     def origin(self) -> str: ...
     @property
-    def pairs_apart(self) -> list[tuple[int, int]] | None: ...
+    def pairs_without_access(self) -> list[tuple[int, int]] | None: ...
     @property
     def path(self) -> str: ...
     @property
@@ -1127,7 +1127,7 @@ def device_of(address: typing.SupportsInt | typing.SupportsIndex) -> int:
     The device whose memory an address is of; -1: memory of the host.
     """
 
-def device_row(cluster: Cluster, request: PlanRequest, has_mode: bool) -> AlgorithmRow:
+def device_row(cluster: Cluster, request: PlanRequest, has_mode: bool, is_rounded: bool) -> AlgorithmRow:
     """
     The row of what a job on several hosts runs for arrays on devices, a device for each rank.
     """

@@ -121,7 +121,8 @@ class Blob:
 
     def become(self, other: Blob) -> None:
         """Have another blob's values, and their memory: the layer between the two does nothing to them."""
-        self._shape, self._data = other._shape, other._data
+        self.reshape(*other._shape)
+        self._data = other._data
 
     def become_gradient(self, other: Blob) -> None:
         """The same of the gradients."""

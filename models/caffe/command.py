@@ -177,7 +177,8 @@ def _start(args: argparse.Namespace, gpus: list[int]) -> NoReturn:
 
 def _train(args: argparse.Namespace, comm: Communicator) -> None:
     """Train as one of the ranks; called by all."""
-    if not is_set() and torch.cuda.device_count() > 1:  # where the prototxt says GPU, and nobody which
+    # Ranks of a host, where the prototxt says GPU and nobody which one.
+    if comm.local_size > 1 and not is_set() and torch.cuda.device_count() > 1:
         set_device(comm.local_rank % torch.cuda.device_count())
     solver = Solver(
         args.solver,

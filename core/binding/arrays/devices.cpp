@@ -114,7 +114,7 @@ void bind_devices(py::module_& module) {
       .def_readonly("version", &DeviceLibrary::version)
       .def_readonly("why", &DeviceLibrary::why)
       .def_readonly("devices", &DeviceLibrary::devices)
-      .def_readonly("pairs_apart", &DeviceLibrary::pairs_apart);
+      .def_readonly("pairs_without_access", &DeviceLibrary::pairs_without_access);
   module.def(
       "find_device_libraries",
       [](const std::vector<std::string>& sites) {

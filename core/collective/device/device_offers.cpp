@@ -181,12 +181,12 @@ bool DeviceOffers::all_offer_the_same(const Exchange& exchange) {
 
 bool DeviceOffers::agree(Exchange& exchange, const OperationCall& call, Operation& operation) {
   bool is_agreed = false;
-  const bool do_all_offer = all_offer(exchange);
-  if (do_all_offer && all_offer_the_same(exchange))
+  const bool is_offered_by_all = all_offer(exchange);
+  if (is_offered_by_all && all_offer_the_same(exchange))
     is_agreed = operation.descriptor.offers_peers ? exchange.peer_memory().prepare(exchange, call, operation)
                                                   : exchange.nccl().prepare(exchange, call, operation);
   if (operation.descriptor.offered_device < 0) return false;
-  note_offer(operation, is_agreed, do_all_offer);
+  note_offer(operation, is_agreed, is_offered_by_all);
   if (!is_agreed) {
     copy_after_all(operation, exchange, call);
     return false;

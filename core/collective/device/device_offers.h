@@ -45,7 +45,7 @@ class DeviceOffers : Immovable {
 
   mutable std::mutex mutex_;
   std::set<std::uint64_t> not_taken_;    // arrays, by key_of()
-  std::set<std::uint64_t> not_by_nccl_;  // of these, what peer memory is offered for
+  std::set<std::uint64_t> not_by_nccl_;  // what all ranks have offered to NCCL, without a result
 };
 
 /// Whether a rank that asks for this has nothing on the host to begin with before the offers of all are

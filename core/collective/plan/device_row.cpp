@@ -44,6 +44,8 @@ std::string why_not_by_nccl(const Cluster& cluster, const DeviceRequest& request
   if (request.collective == Collective::kScatter) return "NCCL is not asked for a " + name;
   if (is_too_small(request.bytes)) return "NCCL is not asked for so few bytes";
   if (request.order != Order::kAny) return "NCCL is asked in jobs for any order only (--order any)";
+  if (request.is_rounded && request.collective == Collective::kAllreduce && request.nccl == NcclScope::kAll)
+    return "NCCL does not round to MULTIRING_COMM_DTYPE";
   if (adds(request.collective) && !nccl::dtype_code(request.dtype))
     return std::string("NCCL adds no ") + dtype_name(request.dtype);
   return "";

@@ -18,7 +18,8 @@ struct DeviceRequest {
   DType dtype = DType::kFloat32;
   Order order = Order::kCanonical;  ///< of the job, and of the call
   NcclScope nccl = NcclScope::kHost;
-  bool has_mode = false;  ///< MULTIRING_MODE is set
+  bool has_mode = false;    ///< MULTIRING_MODE is set
+  bool is_rounded = false;  ///< by MULTIRING_COMM_DTYPE, between hosts
 };
 
 /// What runs a sum of arrays on devices of several hosts, a device for each rank, or what moves them, where

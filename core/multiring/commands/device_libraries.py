@@ -51,7 +51,8 @@ class DeviceLibrary:
         version: As "13.0".
         why: Why none can be used, a reason for each place where it was looked for.
         devices: That the driver sees; negative: not asked.
-        pairs_apart: Pairs of them that cannot have each other's memory, the lower first; None: not asked.
+        pairs_without_access: Pairs of them that cannot have each other's memory, the lower first; None: not
+            asked.
         wheels: Distributions that install this file, the last one unpacked being the one that is there.
     """
 
@@ -61,7 +62,7 @@ class DeviceLibrary:
     version: str = ""
     why: str = ""
     devices: int = -1
-    pairs_apart: tuple[tuple[int, int], ...] | None = None
+    pairs_without_access: tuple[tuple[int, int], ...] | None = None
     wheels: tuple[str, ...] = ()
 
     @property
@@ -81,8 +82,8 @@ def find(seconds: float = _SECONDS) -> dict[str, DeviceLibrary]:
     rows = json.loads(next(line for line in out.splitlines() if line.startswith(_MARK)).removeprefix(_MARK))
     for row in rows:
         row["wheels"] = tuple(row["wheels"])
-        if row["pairs_apart"] is not None:
-            row["pairs_apart"] = tuple(map(tuple, row["pairs_apart"]))
+        if row["pairs_without_access"] is not None:
+            row["pairs_without_access"] = tuple(map(tuple, row["pairs_without_access"]))
     return {row["name"]: DeviceLibrary(**row) for row in rows}
 
 

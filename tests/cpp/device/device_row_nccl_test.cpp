@@ -62,6 +62,7 @@ class DeviceRowTest : public ::testing::TestWithParam<Hosts> {
     if (GetParam().is_ring) options.transport = TransportKind::kClusterRing;
     options.communicator.order = request.order;
     if (request.has_mode) options.communicator.mode = "rounds";
+    if (request.is_rounded) options.communicator.comm_dtype = CommDtype::kBFloat16;
     RankGroup(options).run([&](Communicator& communicator) {
       Request made{.kind = kind_of(request.collective), .rows = request.bytes / sizeof(float)};
       const OpTraits& traits = traits_of(made.kind);
@@ -89,7 +90,7 @@ class DeviceRowTest : public ::testing::TestWithParam<Hosts> {
     EXPECT_EQ(told(request), done(request))
         << collective_name(request.collective) << " of " << request.bytes << " bytes, "
         << nccl_scope_name(request.nccl) << ", in " << order_name(request.order) << " order, mode "
-        << request.has_mode;
+        << request.has_mode << ", rounded " << request.is_rounded;
   }
 };
 
@@ -101,12 +102,16 @@ TEST_P(DeviceRowTest, IsWhatJobsRun) {
 
 TEST_P(DeviceRowTest, DependsOnSizeOrderAndMode) {
   for (const NcclScope scope : {NcclScope::kHierarchical, NcclScope::kAll})
-    for (const Collective collective : {Collective::kAllreduce, Collective::kAllgather}) {
+    for (const Collective collective :
+         {Collective::kAllreduce, Collective::kReduceScatter, Collective::kAllgather}) {
       DeviceRequest made = request(collective, scope);
       for (const std::size_t bytes : {65'532U, 65'536U}) {
         made.bytes = bytes;
         expect_told(made);
       }
+      made.is_rounded = true;
+      expect_told(made);
+      made.is_rounded = false;
       made.order = Order::kCanonical;
       expect_told(made);
       made.order = Order::kAny;

@@ -29,6 +29,7 @@ struct PeerJob {
   GroupOptions options(int size) {
     GroupOptions made(TransportKind::kInproc, size, kSmallStaging);
     made.communicator.peer_memory = true;
+    made.communicator.nccl = NcclScope::kOff;  // which a process may find, or not
     made.communicator.warn = [this](const std::string& text) {
       const std::lock_guard lock(mutex);
       warnings.push_back(text);

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from PIL import Image
 
 from multiring.cli import main
 from multiring.errors import UsageError
-from multiring.models.caffe import TEST, Net, command
+from multiring.models.caffe import TEST, Net, command, device
 from multiring.models.caffe.snapshots import read_net, read_state
 from tests.support import Job, run_multiring, wait_until
 
@@ -183,3 +184,19 @@ def test_a_rank_for_each_gpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-x,7")
     main(["caffe", "train", "--solver", write(tmp_path, max_iter=1), "--gpu", "1,0"])
     assert "--devices GPU-x,5 " in started[-1][1]
+
+
+@pytest.mark.parametrize(("rank", "ranks", "ordinal"), [(0, 1, None), (0, 3, 0), (2, 3, 0), (1, 3, 1)])
+def test_ranks_share_the_gpus_of_their_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int, ordinal: int | None
+) -> None:
+    """One process alone has the one that the prototxt names."""
+    monkeypatch.setattr(device, "_ordinal", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    comm = SimpleNamespace(
+        rank=rank, size=ranks, local_rank=rank, local_size=ranks, broadcast_object=lambda x: x
+    )
+    arguments = SimpleNamespace(solver=write(tmp_path, max_iter=0), sync_batch_norm=False)
+    with pytest.raises(UsageError, match="max_iter is missing"):
+        command._train(arguments, comm)
+    assert device._ordinal == ordinal

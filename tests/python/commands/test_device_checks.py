@@ -15,7 +15,7 @@ from multiring.commands.device_libraries import DeviceLibrary, LookError
 from multiring.commands.doctor import device_checks
 from multiring.commands.doctor.finding import Finding, Status
 
-DRIVER = DeviceLibrary("CUDA driver", "/lib/x", "of the system", "12.8", devices=4, pairs_apart=())
+DRIVER = DeviceLibrary("CUDA driver", "/lib/x", "of the system", "12.8", devices=4, pairs_without_access=())
 NCCL = DeviceLibrary("NCCL", "/lib/y", "of a wheel", "2.27.3")
 NO_NCCL = DeviceLibrary("NCCL", why="none")
 
@@ -35,12 +35,12 @@ def look(
 
 
 def test_pairs_without_access_are_named(asked: list[list[str]], tmp_path: Path) -> None:
-    found = look(replace(DRIVER, pairs_apart=((0, 1), (2, 3))), tmp_path)
+    found = look(replace(DRIVER, pairs_without_access=((0, 1), (2, 3))), tmp_path)
     assert found["peer access"].detail == "none between devices 0 and 1, 2 and 3 (of 4 devices)"
     assert found["peer access"].status is Status.WARNING
     assert asked[-1][-1] == "2", "the first that reaches device 0"
     every = tuple((first, second) for first in range(8) for second in range(first + 1, 8))
-    found = look(replace(DRIVER, devices=8, pairs_apart=every), tmp_path)
+    found = look(replace(DRIVER, devices=8, pairs_without_access=every), tmp_path)
     assert found["peer access"].detail.endswith("0 and 7, 1 and 2, and 20 pairs more (of 8 devices)")
     assert asked[-1][-1] == "0"
 
@@ -55,24 +55,35 @@ def test_one_device_has_nobody_to_reach(asked: list[list[str]], tmp_path: Path) 
     hidden = look(one, tmp_path, CUDA_VISIBLE_DEVICES="1")["peer access"]
     assert hidden.detail == "not known: CUDA_VISIBLE_DEVICES=1 shows one of 2 devices"
     assert "without CUDA_VISIBLE_DEVICES" in hidden.fix
-    assert "peer access" not in look(replace(DRIVER, pairs_apart=None), tmp_path), "the driver cannot tell"
+    assert "peer access" not in look(replace(DRIVER, pairs_without_access=None), tmp_path), (
+        "the driver cannot tell"
+    )
     assert [trial[-1] for trial in asked] == ["0"] * 4
 
 
-def test_memory_that_is_not_shared_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("why", "fix"),
+    [
+        ("cuIpcOpenMemHandle on device 0 failed", "--ipc=host --pid=host"),
+        ("cuMemAlloc of 2097152 bytes on device 0 failed", "when no job uses the device"),
+    ],
+)
+def test_memory_that_is_not_shared_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str, fix: str
+) -> None:
     def refuse(*_: object) -> str:
-        raise LookError("refused")
+        raise LookError(why)
 
     monkeypatch.setattr(device_checks, "ask", refuse)
     found = look(DRIVER, tmp_path)["device IPC"]
-    assert (found.status, found.detail) == (Status.WARNING, "refused")
-    assert "--ipc=host --pid=host" in found.fix
+    assert (found.status, found.detail) == (Status.WARNING, why)
+    assert fix in found.fix
 
 
 @pytest.mark.parametrize(
     ("blocks", "status"), [(1 << 14, Status.WARNING), (1 << 18, Status.OK), (None, Status.WARNING)]
 )
-def test_memory_of_nccl(
+def test_shared_memory_of_nccl(
     asked: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -83,11 +94,11 @@ def test_memory_of_nccl(
     if blocks is not None:
         numbers = (4096, 4096, blocks, *[0] * 7)
         monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(numbers))
-    found = look(DRIVER, tmp_path, NCCL)["memory of NCCL"]
+    found = look(DRIVER, tmp_path, NCCL)["NCCL shared memory"]
     assert found.status is status
     assert found.detail.startswith("/dev/shm")
     assert bool(found.fix) == (status is Status.WARNING)
-    assert "memory of NCCL" not in look(DRIVER, tmp_path), "which is not there"
+    assert "NCCL shared memory" not in look(DRIVER, tmp_path), "which is not there"
     assert asked
 
 

@@ -155,6 +155,11 @@ def test_arrays_on_devices_of_several_hosts(
     monkeypatch.setenv("MULTIRING_NCCL", "off")
     *_, row = json.loads(shown("--json", "--nccl", nccl))["algorithms"]
     assert row["name"] == name, "the option goes first"
+    monkeypatch.setenv("MULTIRING_TIMEOUT", "of no interest here")
+    monkeypatch.setenv("MULTIRING_COMM_DTYPE", "bfloat16")
+    *_, row = json.loads(shown("--json", "--nccl", nccl))["algorithms"]
+    is_rounded = name == "nccl" and "--collective" not in options
+    assert row["name"] == ("pinned" if is_rounded else name)
 
 
 def test_one_host_has_no_row_of_nccl_where_it_is_off() -> None:

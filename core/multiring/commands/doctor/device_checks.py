@@ -47,7 +47,7 @@ def look(
     if is_cuda:  # nothing shares memory of others
         found["device IPC"] = _sharing(driver)
     if nccl.path and driver.devices > 1:
-        found["memory of NCCL"] = _memory_of_nccl(root)
+        found["NCCL shared memory"] = _shared_memory_of_nccl(root)
     return found
 
 
@@ -57,11 +57,11 @@ def _access(driver: DeviceLibrary, environ: Mapping[str, str], on_host: int) -> 
     if count == 1 < on_host and _VISIBLE in environ:
         hidden = f"not known: {_VISIBLE}={environ[_VISIBLE]} shows one of {on_host} devices"
         return Finding(Status.OK, hidden, f"run `multiring doctor` without {_VISIBLE} to see")
-    if count < 2 or driver.pairs_apart is None:
+    if count < 2 or driver.pairs_without_access is None:
         return None
-    if not driver.pairs_apart:
+    if not driver.pairs_without_access:
         return Finding(Status.OK, f"each of {count} devices reaches the memory of each other one")
-    pairs = [f"{first} and {second}" for first, second in driver.pairs_apart]
+    pairs = [f"{first} and {second}" for first, second in driver.pairs_without_access]
     more = f", and {len(pairs) - _MAX_PAIRS} pairs more" if len(pairs) > _MAX_PAIRS else ""
     without = f"none between devices {', '.join(pairs[:_MAX_PAIRS])}{more} (of {count} devices)"
     see = "`nvidia-smi topo -p2p r`" if driver.name == "CUDA driver" else "`rocm-smi --showtopoaccess`"
@@ -74,7 +74,7 @@ def _access(driver: DeviceLibrary, environ: Mapping[str, str], on_host: int) -> 
 
 def _sharing(driver: DeviceLibrary) -> Finding:
     """Whether a process can read what another one has on a device: by a trial."""
-    apart = driver.pairs_apart
+    apart = driver.pairs_without_access
     # As ranks do that have a device each, where these reach one another.
     reader = next(
         (each for each in range(1, driver.devices) if apart is not None and (0, each) not in apart), 0
@@ -82,6 +82,9 @@ def _sharing(driver: DeviceLibrary) -> Finding:
     try:
         ask([_MODULE, "export", str(reader)], "memory of a device that another process has", _SECONDS)
     except LookError as error:
+        fix = "run this again when no job uses the device"
+        if "cuIpc" not in str(error):
+            return Finding(Status.WARNING, str(error), fix)
         fix = (
             "arrays pass through host memory, not peer memory: ranks in containers of their own need the "
             "host's namespaces (docker run --ipc=host --pid=host); WSL, virtual GPUs and instances of a GPU "
@@ -91,7 +94,7 @@ def _sharing(driver: DeviceLibrary) -> Finding:
     return Finding(Status.OK, f"on device {reader} a process reads what another one has on device 0")
 
 
-def _memory_of_nccl(root: Path) -> Finding:
+def _shared_memory_of_nccl(root: Path) -> Finding:
     """Where NCCL has what ranks of a host share."""
     try:
         there = os.statvfs(root / _SHARED_MEMORY.lstrip("/"))
@@ -121,7 +124,10 @@ def main(arguments: Sequence[str]) -> int:
     except errors.MultiringError as error:
         return _fail(str(error))
     command = [sys.executable, "-P", "-m", _MODULE, "import", device, exported.hex()]
-    code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    try:  # in less time than this process has
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False, timeout=_SECONDS / 2).returncode
+    except subprocess.TimeoutExpired:
+        return _fail(f"reading it has not ended after {_SECONDS / 2:g} s")
     return _fail(f"reading it ends the process with {signal_name(-code)}") if code < 0 else code
 
 

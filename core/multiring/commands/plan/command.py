@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 
 from multiring import _core as native
@@ -192,15 +193,20 @@ def main(args: argparse.Namespace) -> int:
     elif prediction is None or args.explain:
         print(rows_as_text(collective, rows))
     else:
-        told = [as_text(prediction), *(f"{each.name:<10} {each.excluded}" for each in on_devices)]
-        print("\n".join(told), draw(collective.cluster.ranks, prediction.plan), sep="\n\n")
+        lines = [as_text(prediction), *(f"{each.name:<10} {each.excluded}" for each in on_devices)]
+        print("\n".join(lines), draw(collective.cluster.ranks, prediction.plan), sep="\n\n")
     return 0
 
 
 def _nccl(args: argparse.Namespace) -> str | None:
     """Of the job; None: nobody has said."""
-    found = args.nccl or config.check().get("nccl")
-    return None if found is None else str(found)
+    return args.nccl or _variable("MULTIRING_NCCL")
+
+
+def _variable(name: str) -> str | None:
+    """What a variable of the job says; none of the others is looked at."""
+    values = list(config.check({name: os.environ.get(name, "")}).values())
+    return str(values[0]) if values else None
 
 
 def _on_devices(
@@ -209,7 +215,8 @@ def _on_devices(
     """What runs for arrays on devices of several hosts, if asked for; the table of one host has it."""
     if len(collective.cluster.ranks) == 1 or _nccl(args) is None:
         return []
-    return [native.device_row(collective.cluster, request, has_mode=bool(args.mode))]
+    is_rounded = _variable("MULTIRING_COMM_DTYPE") not in (None, "float32")
+    return [native.device_row(collective.cluster, request, bool(args.mode), is_rounded)]
 
 
 def _refuse_what_needs_hosts(args: argparse.Namespace) -> None:
