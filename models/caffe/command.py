@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--no-overlap",
         action="store_true",
-        help="reduce gradients after the backward pass, not during it; so it is on a GPU in any case",
+        help="reduce gradients after the backward pass, not during it (on a GPU always)",
     )
     test = commands.add_parser("test", help="score a trained net", allow_abbrev=False)
     test.add_argument("--weights", required=True, metavar="FILE", help="a .caffemodel")

@@ -143,7 +143,7 @@ def test_torch_trains_as_on_the_host(comm: Communicator, tmp_path: Path) -> None
         solver.step(5)
         callback.close()
         found.append([one.blob.data.copy() for one in solver.net.learnable])
-        same_everywhere(comm, [array.tobytes() for array in found[-1]])
+        assert same_everywhere(comm, [array.tobytes() for array in found[-1]])
     for other in found[1:]:
         for mine, wanted in zip(other, found[0], strict=True):
             np.testing.assert_allclose(mine, wanted, rtol=1e-9)
