@@ -61,9 +61,10 @@ void run(Communicator& self, PyOperation& prepared, double timeout) {
 }
 
 template <auto Method>
-void run_message(Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout) {
+void run_message(Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout,
+                 std::optional<std::uint64_t> after) {
   const GilRelease release;
-  (self.*Method)(prepared.operation, tag, call_options(timeout));
+  (self.*Method)(prepared.operation, tag, call_options(timeout), after);
 }
 
 PyWork submit(Communicator& self, PyOperation& prepared, int priority, double timeout) {
@@ -192,9 +193,21 @@ void bind_communicator(py::module_& module) {
       .def_property("timeout", &Communicator::timeout, &Communicator::set_timeout,
                     "Seconds that an operation waits for other ranks where it does not say.")
       .def("send", &run_message<&Communicator::send>, py::arg("operation"), py::arg("tag"),
-           py::arg("timeout"))
+           py::arg("timeout"), py::arg("after") = py::none(),
+           "after: what `last_conflict` told when the program asked for it; None: what it tells now.")
       .def("recv", &run_message<&Communicator::receive>, py::arg("operation"), py::arg("tag"),
-           py::arg("timeout"))
+           py::arg("timeout"), py::arg("after") = py::none())
+      .def(
+          "last_conflict",
+          [](const Communicator& self, const PyOperation& prepared) {
+            return self.last_conflict(prepared.operation);
+          },
+          py::arg("operation"), Released(),
+          "The number of the last queued operation that has to end before this one; 0: none.")
+      .def(
+          "await_queued",
+          [](Communicator& self, std::uint64_t last) { self.await_queued(last, call_options(-1.0)); },
+          py::arg("last"), Released(), "Waits until the queued operations up to this number have ended.")
       .def(
           "split",
           [](Communicator& self, std::int64_t color, std::int64_t key,

@@ -19,7 +19,7 @@ namespace multiring::binding {
 namespace {
 
 constexpr const char* kContiguousOnly =
-    "the native core takes contiguous arrays only; the Python face copies others first";
+    "the native core takes contiguous arrays only here; the Python face copies others first";
 
 void require_apart(const ArrayView& in, const ArrayView& out) {
   if (overlap_in_part(in, out))
@@ -28,30 +28,82 @@ void require_apart(const ArrayView& in, const ArrayView& out) {
 
 }  // namespace
 
-void PyOperation::set_input(py::handle array) {
+bool PyOperation::set_input(py::handle array, bool is_copied) {
   ArrayView view(array, false);
-  if (!view.contiguous()) throw_usage(kContiguousOnly);
-  Descriptor& descriptor = operation.descriptor;
-  view.describe_in(descriptor);
-  binding::set_input(operation, view.memory());
-  views->push_back(std::move(view));
+  if (!view.contiguous() && view.memory().on_device()) return false;
+  view.describe_in(operation.descriptor);
+  if (view.contiguous() && !is_copied) {
+    binding::set_input(operation, view.memory());
+    views->push_back(std::move(view));
+  } else {
+    add(strided().inputs, std::move(view));
+  }
+  return true;
 }
 
-void PyOperation::set_output(py::handle array) {
+bool PyOperation::set_output(py::handle array) {
   ArrayView view(array, true);
-  if (!view.contiguous()) throw_usage(kContiguousOnly);
+  if (!view.contiguous() && view.memory().on_device()) return false;
   Descriptor& descriptor = operation.descriptor;
-  if (operation.input == nullptr && views->empty()) {  // recv: the output says what is expected
+  const OpTraits& traits = traits_of(descriptor);
+  if (traits.compared == OpTraits::Compared::kNothing) {
+    // scatter: the root alone knows what comes
+  } else if (views->empty()) {  // recv: the output says what is expected
     view.describe_in(descriptor);
   } else if (view.dtype() != descriptor.dtype) {
     throw_usage(std::string("out has dtype ") + dtype_name(view.dtype()) + ", the input " +
                 dtype_name(descriptor.dtype));
   }
-  if (!views->empty()) require_apart(views->front(), view);
-  if (traits_of(descriptor).output == OpTraits::Output::kSame && view.bytes() != descriptor.bytes)
+  if (traits.output == OpTraits::Output::kSame && view.bytes() != descriptor.bytes)
     throw_usage("out has " + std::to_string(view.count()) + " elements, the input " +
                 std::to_string(descriptor.key.count));
-  binding::set_output(operation, view.memory());
+  if (view.contiguous()) {
+    if (!views->empty() && operation.input != nullptr) require_apart(views->front(), view);
+    binding::set_output(operation, view.memory());
+    views->push_back(std::move(view));
+  } else {
+    operation.output_bytes = view.bytes();
+    add(strided().outputs, std::move(view));
+  }
+  return true;
+}
+
+void PyOperation::set_inputs(const std::vector<py::object>& arrays, const std::vector<std::uint64_t>& shape) {
+  if (arrays.empty() || shape.empty() || shape.size() > Descriptor::kMaxDims)
+    throw_usage("at least one array, and one dimension of the shape, are needed");
+  Descriptor& descriptor = operation.descriptor;
+  std::size_t bytes = 0;
+  for (const py::object& array : arrays) {
+    ArrayView view(array, false);
+    if (bytes == 0 && strided().inputs.empty()) descriptor.dtype = view.dtype();
+    if (view.dtype() != descriptor.dtype) throw_usage("the arrays have different dtypes");
+    bytes += view.bytes();
+    add(strided().inputs, std::move(view));
+  }
+  descriptor.dims = static_cast<std::uint8_t>(shape.size());
+  std::ranges::copy(shape, descriptor.shape.begin());
+  set_extents(descriptor);
+  if (bytes != descriptor.bytes) throw_usage("the arrays do not have the elements of the shape");
+}
+
+void PyOperation::set_outputs(const std::vector<py::object>& arrays) {
+  for (const py::object& array : arrays) {
+    ArrayView view(array, true);
+    const bool is_known = traits_of(operation.descriptor).compared != OpTraits::Compared::kNothing;
+    if (is_known && view.dtype() != operation.descriptor.dtype)
+      throw_usage("the arrays have different dtypes");
+    operation.output_bytes += view.bytes();
+    add(strided().outputs, std::move(view));
+  }
+}
+
+StridedArrays& PyOperation::strided() {
+  if (operation.strided == nullptr) operation.strided = std::make_unique<StridedArrays>();
+  return *operation.strided;
+}
+
+void PyOperation::add(std::vector<StridedView>& to, ArrayView view) {
+  to.push_back(view.strided());
   views->push_back(std::move(view));
 }
 
@@ -231,7 +283,13 @@ void bind_operation(py::module_& module) {
              return made;
            }),
            py::arg("kind"), py::arg("name") = "", py::arg("root") = -1)
-      .def("set_input", &PyOperation::set_input, py::arg("array"))
+      .def("set_input", &PyOperation::set_input, py::arg("array"), py::arg("is_copied") = false,
+           "is_copied: when the operation begins, because it writes to that memory.\n"
+           "False: the array is on a device and not contiguous, nothing was done.")
+      .def("set_inputs", &PyOperation::set_inputs, py::arg("arrays"), py::arg("shape"),
+           "Arrays in host memory that are the input, one after the other, as an array of this shape.")
+      .def("set_outputs", &PyOperation::set_outputs, py::arg("arrays"),
+           "Arrays in host memory that get the output, one after the other.")
       .def("set_pieces", &set_pieces, py::arg("dtype"), py::arg("addresses"), py::arg("nbytes"),
            py::arg("owners"), py::arg("devices"), py::arg("streams"),
            "One array, to be reduced in place, that lies in pieces; devices: none, or -1 for the host.")
@@ -244,6 +302,12 @@ void bind_operation(py::module_& module) {
             self.operation.splits = std::move(splits);
           },
           py::arg("splits"))
+      .def(
+          "set_expected",
+          [](PyOperation& self, std::vector<std::uint64_t> rows) {
+            self.operation.expected = std::move(rows);
+          },
+          py::arg("rows"), "How many rows of an alltoall are to come from each rank.")
       .def_property_readonly(
           "rows", [](const PyOperation& self) { return self.operation.descriptor.rows; },
           "Extent of the input along axis 0.")

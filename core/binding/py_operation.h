@@ -17,8 +17,19 @@ struct PyOperation {
   std::shared_ptr<std::vector<ArrayView>> views = std::make_shared<std::vector<ArrayView>>();
   py::object owners;  ///< of the pieces
 
-  void set_input(py::handle array);
-  void set_output(py::handle array);
+  /// Sets the array that the operation reads. False: it is on a device, and not contiguous; nothing was done.
+  bool set_input(py::handle array, bool is_copied);
+  /// The same for the array that the operation writes.
+  bool set_output(py::handle array);
+  /// Sets arrays in host memory of which one after the other is the input, as an array of this shape.
+  void set_inputs(const std::vector<py::object>& arrays, const std::vector<std::uint64_t>& shape);
+  /// Sets arrays in host memory that get the output, one after the other.
+  void set_outputs(const std::vector<py::object>& arrays);
+
+ private:
+  StridedArrays& strided();
+  /// Adds an array and holds it.
+  void add(std::vector<StridedView>& to, ArrayView view);
 };
 
 /// Fills in what allreduce needs. False: an array is not contiguous, nothing was done.

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "collective/cluster/cluster_copy.h"
@@ -44,6 +45,22 @@ Rows rows_of_all(const Exchange& exchange) {
   return rows;
 }
 
+/// Raises a mismatch error where other numbers of rows come than this rank expects.
+void require_expected(const Exchange& exchange, const OperationCall& call, const Operation& operation,
+                      const std::vector<std::uint64_t>& rows) {
+  if (operation.expected.empty() || operation.expected == rows) return;
+  const auto listed = [](const std::vector<std::uint64_t>& numbers) {
+    std::string text;
+    for (const std::uint64_t number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
+    return "[" + text + "]";
+  };
+  const auto [theirs, expected] = std::ranges::mismatch(rows, operation.expected);
+  const int peer = theirs == rows.end() ? -1 : static_cast<int>(theirs - rows.begin());
+  exchange.throw_mismatch_with(call, peer,
+                               exchange.where(call) + ": the ranks sent " + listed(rows) +
+                                   " elements where it expects " + listed(operation.expected));
+}
+
 }  // namespace
 
 // The first round carries every rank's splits in staging memory, the following ones the rows, one section for
@@ -64,6 +81,7 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
   });
 
   const Rows rows = rows_of_all(exchange);
+  require_expected(exchange, call, operation, rows.to_me);
   require_room(exchange, call, [&](int rank) { return rows.to[static_cast<std::size_t>(rank)] * row_bytes; });
   const bool is_offered = any_offers(exchange);
   const bool on_devices = is_offered && exchange.offers().agree(exchange, call, operation);

@@ -77,6 +77,8 @@ struct MULTIRING_API Descriptor {
   DType dtype = DType::kUInt8;
   bool asynchronous = false;
   std::uint8_t dims = 0;
+  /// An operation that shares memory with an earlier one was passed over in this choice. Not compared
+  bool held_back = false;
   bool offers_peers = false;  ///< what it offers is peer memory, not NCCL. Not compared
   /// The rank's number of the device on which it offers to work (device_offers.h); negative: it does not. Not
   /// compared.

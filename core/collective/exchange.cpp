@@ -42,15 +42,15 @@ void Exchange::require_match(const OperationCall& call) const {
   if (all_match()) return;
   std::uint64_t least = descriptor(0).submitted;
   bool alike = true;
-  bool fused = false;
+  bool may_choose_otherwise = false;
   for (int peer = 0; peer < size(); ++peer) {
     const Descriptor& theirs = descriptor(peer);
     if (!theirs.asynchronous) throw_mismatch(call);
-    fused = fused || theirs.key.fused > 1;
+    may_choose_otherwise = may_choose_otherwise || theirs.key.fused > 1 || theirs.held_back;
     alike = alike && theirs.submitted == least;
     least = std::min(least, theirs.submitted);
   }
-  if (alike && !fused) throw_mismatch(call);
+  if (alike && !may_choose_otherwise) throw_mismatch(call);
   throw ChoiceMismatch{least, alike};
 }
 

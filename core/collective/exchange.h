@@ -31,7 +31,7 @@ struct Elsewhere {
 /// Raised where ranks chose different asynchronous operations: all choose again among the first `limit`.
 struct ChoiceMismatch {
   std::uint64_t limit;
-  bool one_at_a_time = false;  ///< without fusing
+  bool in_order = false;  ///< one at a time, in the order of submission
 };
 
 /// Which ranks have their arrays in symmetric memory.
@@ -60,8 +60,8 @@ class MULTIRING_API Exchange {
   /// staging memory, waits for all ranks, and checks that they asked for the same.
   ///
   /// Raises timeout, peer lost or aborted; ChoiceMismatch where ranks have submitted different numbers of
-  /// asynchronous operations so far, or where fused operations differ; else a mismatch error that says which
-  /// rank asked for what. All ranks read the same headers and decide alike.
+  /// asynchronous operations so far, or where fused operations differ or some ranks have held one back; else
+  /// a mismatch error that says which rank asked for what. All ranks read the same headers and decide alike.
   template <class Stage>
   void match(const OperationCall& call, const Descriptor& descriptor, const Stage& stage) {
     begin(descriptor);

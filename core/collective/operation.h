@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "collective/descriptor.h"
+#include "collective/strided.h"
 #include "device/staging.h"
 #include "transport/transport.h"
 
@@ -96,7 +97,10 @@ struct Operation {
   std::shared_ptr<SymmetricRegion> input_region;
   std::shared_ptr<SymmetricRegion> output_region;
   std::unique_ptr<DeviceArrays> on_devices;  ///< null: all arrays lie in host memory
-  bool is_widened = false;                   ///< sums are int64 for another dtype (sums/integer_average.h)
+  std::unique_ptr<StridedArrays> strided;    ///< null: each array is contiguous, or on a device
+  /// For an alltoall: rows that this rank expects of each rank; empty: any number.
+  std::vector<std::uint64_t> expected;
+  bool is_widened = false;  ///< sums are int64 for another dtype (sums/integer_average.h)
 
   /// Dtype of what is added or moved.
   DType dtype() const { return is_widened ? DType::kInt64 : descriptor.dtype; }

@@ -1,3 +1,4 @@
+#include <string>
 #include <vector>
 
 #include "collective/cluster/cluster_copy.h"
@@ -41,8 +42,15 @@ void scatter(Exchange& exchange, const OperationCall& call, Operation& operation
   operation.descriptor.rows = rows;
   operation.descriptor.shape[0] = rows;
   operation.received.assign(1, rows);
-  operation.result.allocate(rows * row_bytes);
-  operation.output = operation.result.data();
+  if (operation.output == nullptr) {
+    operation.result.allocate(rows * row_bytes);
+    operation.output = operation.result.data();
+  } else if (operation.output_bytes != rows * row_bytes) {
+    exchange.throw_mismatch_with(call, root,
+                                 exchange.where(call) + ": out has " +
+                                     std::to_string(operation.output_bytes) + " bytes where " +
+                                     exchange.name_of(root) + " sends " + std::to_string(rows * row_bytes));
+  }
   std::vector<StagedCopy::Incoming> incoming(size);
   incoming[static_cast<std::size_t>(root)] = {operation.output, rows * row_bytes};
   const std::size_t longest = block_range(sent.rows, size, 0).size() * row_bytes;  // block 0 is it

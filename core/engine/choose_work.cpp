@@ -20,26 +20,36 @@ bool same_reduction(const MatchKey& a, const MatchKey& b) {
 
 }  // namespace
 
-std::vector<std::shared_ptr<Work>> choose_work(const std::deque<std::shared_ptr<Work>>& queue,
-                                               std::uint64_t limit, const Fusion& fusion) {
-  std::vector<std::shared_ptr<Work>> candidates;
-  for (const auto& work : queue)
-    if (work->index() <= limit) candidates.push_back(work);
-  std::stable_sort(candidates.begin(), candidates.end(),
+Choice choose_work(const std::deque<std::shared_ptr<Work>>& queue, std::uint64_t limit,
+                   const Fusion& fusion) {
+  Choice choice;
+  std::vector<std::shared_ptr<Work>>& works = choice.works;
+  for (const auto& work : queue) {
+    if (work->index() > limit) continue;
+    if (work->after() < queue.front()->index())
+      works.push_back(work);
+    else
+      choice.is_held_back = true;
+  }
+  std::stable_sort(works.begin(), works.end(),
                    [](const auto& a, const auto& b) { return a->priority() > b->priority(); });
-  if (candidates.empty() || !may_fuse(candidates[0]->operation(), fusion)) {
-    candidates.resize(std::min<std::size_t>(candidates.size(), 1));
-    return candidates;
+  if (works.empty() || !may_fuse(works[0]->operation(), fusion)) {
+    works.resize(std::min<std::size_t>(works.size(), 1));
+    return choice;
   }
   std::size_t bytes = 0;
   std::size_t fused = 0;
-  while (fused < candidates.size() && may_fuse(candidates[fused]->operation(), fusion) &&
-         same_reduction(candidates[fused]->operation().descriptor.key,
-                        candidates[0]->operation().descriptor.key) &&
-         bytes + candidates[fused]->operation().descriptor.bytes <= fusion.at_most)
-    bytes += candidates[fused++]->operation().descriptor.bytes;
-  candidates.resize(std::max<std::size_t>(fused, 1));
-  return candidates;
+  while (fused < works.size() && may_fuse(works[fused]->operation(), fusion) &&
+         same_reduction(works[fused]->operation().descriptor.key, works[0]->operation().descriptor.key) &&
+         bytes + works[fused]->operation().descriptor.bytes <= fusion.at_most)
+    bytes += works[fused++]->operation().descriptor.bytes;
+  works.resize(std::max<std::size_t>(fused, 1));
+  return choice;
+}
+
+Choice choose_first(const std::deque<std::shared_ptr<Work>>& queue, std::uint64_t limit) {
+  if (queue.empty() || queue.front()->index() > limit) return {};
+  return {.works = {queue.front()}};
 }
 
 }  // namespace multiring

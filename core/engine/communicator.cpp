@@ -15,8 +15,6 @@
 namespace multiring {
 namespace {
 
-constexpr std::chrono::duration<double> kTick(0.05);
-
 CommunicatorOptions completed(CommunicatorOptions options) {
   options.may_stay_on_devices = options.may_stay_on_devices && options.mode.empty();
   if (options.world == nullptr) options.world = std::make_shared<const char>('\0');
@@ -113,7 +111,10 @@ void Communicator::run(Operation& operation, const CallOptions& options) {
   throw_if_abandoned();
   complete(operation);
   validate(operation, rank(), size(), name());
-  if (operation.on_devices != nullptr) take_from_devices(operation);
+  if (operation.on_devices != nullptr) {
+    await_queued(last_conflict(operation), options);
+    take_from_devices(operation);
+  }
   const OperationLock operation_lock(*this, operation, options);
   execute(operation, operation_lock.options());
 }
@@ -201,19 +202,26 @@ void Communicator::take_from_devices(Operation& operation) {
   }
 }
 
-/// Runs `body` when the operations' arrays are in host memory, and brings the results to where they belong.
+/// Runs `body` when the operations' arrays are contiguous in host memory, and brings the results to where
+/// they belong.
 template <class Body>
 void Communicator::run_on_host(const OperationCall& call, std::span<Operation* const> operations,
                                const Body& body) {
-  const auto is_on_host = [](const Operation* operation) { return operation->on_devices == nullptr; };
-  if (std::ranges::all_of(operations, is_on_host)) return body();
+  const auto is_plain = [](const Operation* operation) {
+    return operation->on_devices == nullptr && operation->strided == nullptr;
+  };
+  if (std::ranges::all_of(operations, is_plain)) return body();
   try {
     for (Operation* operation : operations) {
+      if (operation->strided != nullptr) read_strided(*operation);
       decide_on_parts(*operation, exchange_, operations.size() == 1);
       await_copies(*operation, exchange_, call);
     }
     body();
-    for (Operation* operation : operations) copy_to_devices(*operation, rank());
+    for (Operation* operation : operations) {
+      copy_to_devices(*operation, rank());
+      if (operation->strided != nullptr) write_strided(*operation);
+    }
   } catch (const ChoiceMismatch&) {
     throw;  // they have not run yet
   } catch (const DeviceError& error) {
@@ -230,7 +238,6 @@ void Communicator::dispatch(const OperationCall& call, Operation& operation) {
   const OpTraits& traits = traits_of(operation.descriptor);
   if (traits.run == nullptr)
     throw Error(ErrorKind::kInternal, "no collective: " + describe(operation.descriptor));
-  if (operation.on_devices == nullptr) return traits.run(exchange_, call, operation);
   Operation* const operations[] = {&operation};
   run_on_host(call, operations, [&] { traits.run(exchange_, call, operation); });
 }
@@ -269,9 +276,11 @@ void Communicator::complete(Operation& operation) const {
     descriptor.key.comm_dtype = CommDtype::kDefault;
   if (descriptor.key.order == Order::kDefault && traits.reduces) descriptor.key.order = options_.order;
   descriptor.offered_device = -1;
+  descriptor.held_back = false;
   if (operation.on_devices != nullptr) operation.on_devices->stays = false;
   if (descriptor.key.order == Order::kCanonical && !traits.reduces) descriptor.key.order = Order::kDefault;
-  if (descriptor.bytes >= kMinSymmetricBytes && operation.pieces.empty() && traits.reduces)
+  if (descriptor.bytes >= kMinSymmetricBytes && operation.pieces.empty() && operation.strided == nullptr &&
+      traits.reduces)
     symmetric_.locate_buffers(operation, transport_->shares_memory());
 }
 
@@ -279,7 +288,10 @@ void Communicator::prepare(Operation& operation) {
   throw_if_abandoned();
   complete(operation);
   validate(operation, rank(), size(), name());
-  if (operation.on_devices != nullptr) take_from_devices(operation);
+  if (operation.on_devices != nullptr) {
+    await_queued(last_conflict(operation), {});
+    take_from_devices(operation);
+  }
   operation.descriptor.asynchronous = true;
 }
 
@@ -305,10 +317,12 @@ void Communicator::enqueue(std::span<const QueuedWork> queued, bool runs_here) {
       hold_exchange();
     else
       start_progress();
+    if (queue_.empty()) memory_.clear();
     for (const auto& [work, priority, timeout] : queued) {
       work->priority_ = priority;
       work->timeout_ = timeout;
       work->index_ = work->running().descriptor.key.sequence = ++submitted_;
+      work->after_ = memory_.add(work->operation(), submitted_, queue_.empty() ? submitted_ : oldest());
       work->note(&Work::Times::queued, now);
       queue_.push_back(work);
     }
@@ -318,7 +332,8 @@ void Communicator::enqueue(std::span<const QueuedWork> queued, bool runs_here) {
 }
 
 template <class Body>
-void Communicator::run_point_to_point(Operation& operation, const CallOptions& options, const Body& body) {
+void Communicator::run_point_to_point(Operation& operation, const CallOptions& options,
+                                      std::optional<std::uint64_t> after, const Body& body) {
   throw_if_abandoned();
   validate(operation, rank(), size(), name());
   require_peer(operation, operation.descriptor.key.root);
@@ -326,6 +341,7 @@ void Communicator::run_point_to_point(Operation& operation, const CallOptions& o
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
   }
+  await_queued(after.value_or(last_conflict(operation)), options);
   if (operation.on_devices != nullptr) take_from_devices(operation);
   std::function<void(double)> stalled;
   OperationCall call = make_call(operation.descriptor, options, stalled);
@@ -349,13 +365,15 @@ void Communicator::run_point_to_point(Operation& operation, const CallOptions& o
   }
 }
 
-void Communicator::send(Operation& operation, std::int64_t tag, const CallOptions& options) {
-  run_point_to_point(operation, options,
+void Communicator::send(Operation& operation, std::int64_t tag, const CallOptions& options,
+                        std::optional<std::uint64_t> after) {
+  run_point_to_point(operation, options, after,
                      [&](const OperationCall& call) { point_to_point_.send(call, operation, tag); });
 }
 
-void Communicator::receive(Operation& operation, std::int64_t tag, const CallOptions& options) {
-  run_point_to_point(operation, options,
+void Communicator::receive(Operation& operation, std::int64_t tag, const CallOptions& options,
+                           std::optional<std::uint64_t> after) {
+  run_point_to_point(operation, options, after,
                      [&](const OperationCall& call) { point_to_point_.receive(call, operation, tag); });
 }
 

@@ -18,6 +18,8 @@
 #include "collective/operation.h"
 #include "collective/point_to_point.h"
 #include "collective/rank_list.h"
+#include "engine/choose_work.h"
+#include "engine/memory_in_flight.h"
 #include "engine/symmetric_registry.h"
 #include "engine/work.h"
 #include "transport/transport.h"
@@ -113,15 +115,25 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
                                double timeout = -1.0);
   /// Work::wait, for work of this communicator: a timeout error names the ranks that are waited for.
   void wait(Work& work, const Deadline& deadline, const std::function<void()>& interrupt) const;
-  /// Checks and completes an operation to be queued; raises what is wrong with it.
+  /// Checks and completes an operation to be queued; raises what is wrong with it. An array on a device is
+  /// copied as it is now, so this waits for queued operations that share its memory.
   void prepare(Operation& operation);
   /// Queues work of prepared operations, all or (where it raises) none.
   void enqueue(std::span<const QueuedWork> queued) { enqueue(queued, false); }
   /// The same, and runs it in this thread, unless another one is at work: waking one takes longer than a
   /// small operation. The caller holds a reference, and is the only one that queues.
   void enqueue_and_run(std::span<const QueuedWork> queued) { enqueue(queued, true); }
-  void send(Operation& operation, std::int64_t tag, const CallOptions& call);
-  void receive(Operation& operation, std::int64_t tag, const CallOptions& call);
+  /// Returns the number of the last queued operation that has to end before `operation` may read and write
+  /// its memory (MemoryInFlight); 0: there is none.
+  std::uint64_t last_conflict(const Operation& operation) const;
+  /// Waits until the operations up to number `last` have ended; raises the error that broke the communicator.
+  void await_queued(std::uint64_t last, const CallOptions& call);
+  /// Sends a message, or receives one, when the queued operations that share its memory have ended: those
+  /// that are queued now, or up to the number `after` where a thread sends on behalf of an earlier call.
+  void send(Operation& operation, std::int64_t tag, const CallOptions& call,
+            std::optional<std::uint64_t> after = {});
+  void receive(Operation& operation, std::int64_t tag, const CallOptions& call,
+               std::optional<std::uint64_t> after = {});
   /// Waits for a message of one of `request.sources`, which a receive of this rank then gets at once. Empty:
   /// `request.stopped` was set. Runs beside other operations. When the time is up nothing is broken.
   std::optional<MessageInfo> probe(ProbeRequest request, const CallOptions& call);
@@ -184,9 +196,10 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
 
   void complete(Operation& operation) const;
   void take_from_devices(Operation& operation);
-  CallOptions lock_operations(const Operation& operation, const CallOptions& options);
+  std::uint64_t oldest() const { return queue_.empty() ? submitted_ + 1 : queue_.front()->index(); }
   [[noreturn]] void throw_lock_timeout(const Operation& operation, const Work* before,
                                        const Deadline& deadline) const;
+  CallOptions lock_operations(const Operation& operation, const CallOptions& options);
   OperationCall make_call(const Descriptor& descriptor, const CallOptions& options,
                           std::function<void(double)>& stalled);
   void execute(Operation& operation, const CallOptions& options);
@@ -212,7 +225,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// `group`: of those `members`, or null.
   void exchange_addresses(Transport* group, const std::vector<int>& members, const OperationCall& call);
   void execute_chosen();
-  void run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted);
+  void run_chosen(const Choice& choice, std::uint64_t submitted);
   void remove_finished(const std::vector<std::shared_ptr<Work>>& chosen);
   /// Stores the first error, sends it to the peers, and fails all work except that in progress.
   void fail(const std::exception_ptr& error, const std::string& what);
@@ -232,7 +245,11 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Completes the sources of a probe and makes `operation` the receive that follows. Raises a usage error.
   void check_sources(Operation& operation, ProbeRequest& request) const;
   template <class Body>
-  void run_point_to_point(Operation& operation, const CallOptions& options, const Body& body);
+  void run_point_to_point(Operation& operation, const CallOptions& options,
+                          std::optional<std::uint64_t> after, const Body& body);
+
+  /// How long a wait for other threads sleeps before it looks at interrupts and deadlines.
+  static constexpr std::chrono::duration<double> kTick{0.05};
 
   const CommunicatorOptions options_;
   const std::shared_ptr<Transport> transport_;
@@ -253,6 +270,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   std::deque<std::shared_ptr<Work>> queue_;
   std::vector<std::shared_ptr<Work>> running_;  // on the progress thread; a part of queue_
   std::uint64_t submitted_ = 0;
+  MemoryInFlight memory_;  // of queue_
   std::optional<Error> first_error_;
   std::string tuning_;
   bool closed_ = false;    // no more operations

@@ -55,49 +55,52 @@ void Communicator::run_queued() {
 
 // Ranks may have submitted different numbers of operations when they come here, and so choose differently.
 // Each puts its number into its header; where choices differ, all choose again among the smallest number. If
-// the numbers are equal but fused operations differ, they run one at a time, so that the error names the one
-// that differs.
+// the numbers are equal, but fused operations differ, or a rank has held one back because of its memory, the
+// first of the queue runs alone: so that an error names the operation that differs, and because which arrays
+// share memory may depend on the rank.
 void Communicator::execute_chosen() {
   std::uint64_t limit;
-  bool one_at_a_time = false;
+  bool in_order = false;
   {
     const std::lock_guard lock(mutex_);
     limit = submitted_;
   }
   for (;;) {
-    std::vector<std::shared_ptr<Work>> chosen;
+    Choice choice;
     {
       const std::lock_guard lock(mutex_);
       // What is fused depends on time, and across hosts so would the bits of a sum in any order.
       const Fusion fusion{
-          .below = one_at_a_time ? 0 : options_.fuse_below,
+          .below = options_.fuse_below,
           .at_most = options_.fuse_at_most > 0 ? options_.fuse_at_most : transport_->staging_bytes(),
           .any_order = transport_->shares_memory()};
-      if (!first_error_) chosen = choose_work(queue_, limit, fusion);
-      if (!chosen.empty()) running_ = chosen;
+      if (!first_error_) choice = in_order ? choose_first(queue_, limit) : choose_work(queue_, limit, fusion);
+      if (!choice.works.empty()) running_ = choice.works;
     }
-    if (chosen.empty()) return fail_running();  // the communicator was broken meanwhile
+    if (choice.works.empty()) return fail_running();  // the communicator was broken meanwhile
     try {
-      run_chosen(chosen, limit);
-      return remove_finished(chosen);
+      run_chosen(choice, limit);
+      return remove_finished(choice.works);
     } catch (const ChoiceMismatch& mismatch) {
       limit = mismatch.limit;
-      one_at_a_time = mismatch.one_at_a_time;
+      in_order = mismatch.in_order;
     } catch (...) {
       const auto self = weak_from_this().lock();  // keeps this alive until all are notified
-      fail_operation(chosen.front()->operation().descriptor);
+      fail_operation(choice.works.front()->operation().descriptor);
       return fail_running();
     }
   }
 }
 
-void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted) {
+void Communicator::run_chosen(const Choice& choice, std::uint64_t submitted) {
+  const std::vector<std::shared_ptr<Work>>& chosen = choice.works;
   std::function<void(double)> stalled;
   Clock::time_point now;
   for (const auto& work : chosen) work->note(&Work::Times::begun, now);
   if (chosen.size() == 1) {
     Operation& operation = chosen[0]->running();
     operation.descriptor.submitted = submitted;
+    operation.descriptor.held_back = choice.is_held_back;
     const OperationCall call = make_call(operation.descriptor, {timeout_of(chosen)}, stalled);
     exchange_.throw_if_aborted(call);
     return dispatch(call, operation);
@@ -106,6 +109,7 @@ void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, 
   for (const auto& work : chosen) operations.push_back(&work->running());
   Descriptor fused = fused_descriptor(operations);
   fused.submitted = submitted;
+  fused.held_back = choice.is_held_back;
   const OperationCall call = make_call(fused, {timeout_of(chosen)}, stalled);
   exchange_.throw_if_aborted(call);
   dispatch_fused(call, operations);

@@ -22,6 +22,30 @@ void Communicator::wait(Work& work, const Deadline& deadline, const std::functio
   work.wait(deadline, interrupt, [&](ErrorContext& context) { return explain_wait(work, context); });
 }
 
+std::uint64_t Communicator::last_conflict(const Operation& operation) const {
+  const std::lock_guard lock(mutex_);
+  return queue_.empty() ? 0 : memory_.last_conflict(operation, oldest());
+}
+
+// The queued operations have deadlines of their own; what ends without success has broken the communicator.
+void Communicator::await_queued(std::uint64_t last, const CallOptions& options) {
+  if (last == 0) return;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    throw_if_unusable();
+    if (oldest() > last) return;
+    if (busy_ && busy_thread_ == std::this_thread::get_id())
+      throw Error(ErrorKind::kUsage, "an operation of communicator '" + name() +
+                                         "' shares memory with one that is queued, and was called where that "
+                                         "cannot be waited for: in a callback or a signal handler");
+    changed_.wait_for(lock, kTick);
+    if (oldest() > last || options.interrupt == nullptr || !*options.interrupt) continue;
+    lock.unlock();
+    (*options.interrupt)();
+    lock.lock();
+  }
+}
+
 std::string Communicator::explain_wait(const Work& work, ErrorContext& context) const {
   context.rank = rank();
   context.host = host();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <span>
+#include <unordered_set>
 #include <utility>
 
 #include "collective/kinds.h"
@@ -85,8 +86,9 @@ void NamedQueue::enqueue(const std::shared_ptr<Submission>& submission, const Er
     throw_if_unusable(error_seen);
     if (size() > 1) {
       start_control();
+      find_conflicts(*submission);
       unmatched_[submission->name()].push_back(submission);
-      unannounced_.push_back(submission);
+      (submission->waits_for.empty() ? unannounced_ : held_back_).push_back(submission);
     }
   }
   if (size() > 1) {
@@ -113,7 +115,56 @@ void NamedQueue::prepare(NamedRequest& request) const {
     if (operation.descriptor.name_view().empty())
       operation.descriptor.set_name(
           request.operations.size() == 1 ? request.name : request.name + "[" + std::to_string(i) + "]");
+    if (operation.on_devices != nullptr) await_unmatched(operation);
     data_->prepare(operation);
+  }
+}
+
+// A range of the set may be that of a submission that has been matched long ago.
+void NamedQueue::find_conflicts(Submission& submission) {
+  submission.number = ++submitted_;
+  if (unmatched_.empty()) memory_.clear();
+  std::uint64_t found = 0;
+  for (const auto& work : submission.works())
+    found = std::max(found, memory_.add(work->operation(), submission.number, 1));
+  if (found == 0 && held_back_.empty()) return;
+  const auto is_before = [&](const auto& other) {
+    return other->number != submission.number && found > 0 && other->shares_memory(submission);
+  };
+  for (const auto& [name, others] : unmatched_)
+    for (const auto& other : others)
+      if (is_before(other)) submission.waits_for.push_back(other->number);
+  for (const auto& other : held_back_)  // a rank announces its uses of a name in their order
+    if (other->name() == submission.name()) submission.waits_for.push_back(other->number);
+}
+
+void NamedQueue::release_held_back() {
+  std::unordered_set<std::uint64_t> unmatched;
+  for (const auto& [name, submissions] : unmatched_)
+    for (const auto& submission : submissions) unmatched.insert(submission->number);
+  std::erase_if(held_back_, [&](const auto& submission) {
+    std::erase_if(submission->waits_for, [&](std::uint64_t number) { return !unmatched.contains(number); });
+    if (!submission->waits_for.empty()) return false;
+    unannounced_.push_back(submission);
+    return true;
+  });
+}
+
+void NamedQueue::await_unmatched(const Operation& operation) const {
+  std::unique_lock lock(mutex_);
+  const auto conflicts = [&] {
+    for (const auto& [name, submissions] : unmatched_)
+      for (const auto& submission : submissions)
+        if (submission->shares_memory(operation)) return true;
+    return false;
+  };
+  while (conflicts()) {
+    throw_if_unusable(error_seen_);
+    if (control_id_ == std::this_thread::get_id())
+      throw_usage(operation,
+                  "it shares memory with an operation that is not matched yet, which a callback of "
+                  "the queue cannot wait for");
+    changed_.wait_for(lock, kLongestPause);
   }
 }
 
@@ -229,6 +280,7 @@ std::vector<QueuedWork> NamedQueue::take_matched(std::vector<std::shared_ptr<Sub
     if (found->second.empty()) unmatched_.erase(found);
     for (const auto& work : taken.back()->works()) queued.push_back({work, match.priority});
   }
+  if (!held_back_.empty()) release_held_back();
   return queued;
 }
 

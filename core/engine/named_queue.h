@@ -14,6 +14,7 @@
 #include "base/export.h"
 #include "base/immovable.h"
 #include "engine/communicator.h"
+#include "engine/memory_in_flight.h"
 #include "engine/name_matcher.h"
 #include "engine/submission.h"
 
@@ -26,6 +27,9 @@ namespace multiring {
 /// ranks have submitted is then queued in the other communicator, in the same order on all ranks, and runs on
 /// its progress thread; a small one that comes alone runs on the control thread. A rank without unmatched
 /// submissions sleeps, and its peers wait for it.
+///
+/// A submission whose memory conflicts with that of an earlier one of this rank (MemoryInFlight) is announced
+/// when that one has been matched: they run in the order of submission.
 ///
 /// Each submission has the communicator's timeout to be matched. The first error breaks the queue on all
 /// ranks: it is stored, ends all that is pending, and is raised by the first call where the program has not
@@ -68,7 +72,13 @@ class MULTIRING_API NamedQueue : Immovable {
   void enqueue(const std::shared_ptr<Submission>& submission, const ErrorSeen& error_seen);
   void throw_if_abandoned() const;
   void throw_if_unusable(const ErrorSeen& error_seen) const;  // with mutex_ held
-  void start_control();                                       // likewise
+  /// Notes what has to be matched before a submission, because it shares memory with it.
+  void find_conflicts(Submission& submission);  // likewise
+  /// Lets those be announced that waited only for what has been matched.
+  void release_held_back();  // likewise
+  /// Waits until nothing that is unmatched conflicts with an operation whose arrays are copied at once.
+  void await_unmatched(const Operation& operation) const;
+  void start_control();  // with mutex_ held
   void run_control();
   void negotiate_until_ended();
   /// Notifies peers that this rank has left, and fails what is not matched.
@@ -104,10 +114,13 @@ class MULTIRING_API NamedQueue : Immovable {
   std::mutex close_mutex_;  // serialises close(); mutex_ is taken while it is held
   bool closed_ = false;     // guarded by close_mutex_
 
-  mutable std::mutex mutex_;  // guards all below; no other lock is taken while it is held
-  std::condition_variable changed_;
+  mutable std::mutex mutex_;  // guards all below; while it is held, no lock is taken but those of submissions
+  mutable std::condition_variable changed_;
   std::unordered_map<std::string, std::deque<std::shared_ptr<Submission>>> unmatched_;  // to be matched
   std::deque<std::shared_ptr<Submission>> unannounced_;  // those of them that are not announced yet
+  std::deque<std::shared_ptr<Submission>> held_back_;    // likewise, and not before others are matched
+  std::uint64_t submitted_ = 0;
+  MemoryInFlight memory_;  // of unmatched_
   std::optional<Error> first_error_;
   std::thread control_thread_;
   std::thread::id control_id_;  // copied, because joining resets the thread's

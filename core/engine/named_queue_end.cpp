@@ -184,6 +184,7 @@ std::vector<std::shared_ptr<Submission>> NamedQueue::take_unmatched() {
     for (auto& submission : submissions) taken.push_back(std::move(submission));
   unmatched_.clear();
   unannounced_.clear();
+  held_back_.clear();
   return taken;
 }
 

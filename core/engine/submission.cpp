@@ -1,6 +1,9 @@
 #include "engine/submission.h"
 
+#include <algorithm>
 #include <utility>
+
+#include "engine/memory_in_flight.h"
 
 namespace multiring {
 namespace {
@@ -34,6 +37,16 @@ std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* o
 
 void Submission::fail(const Error& error) {
   for (const auto& work : works()) work->fail(error);
+}
+
+bool Submission::shares_memory(const Operation& operation) const {
+  return std::ranges::any_of(
+      works(), [&](const auto& work) { return multiring::share_memory(work->operation(), operation); });
+}
+
+bool Submission::shares_memory(const Submission& other) const {
+  return std::ranges::any_of(other.works(),
+                             [&](const auto& work) { return shares_memory(work->operation()); });
 }
 
 bool Submission::inside(const void* owner) {

@@ -49,6 +49,10 @@ class MULTIRING_API Submission final : public WorkObserver {
     const std::lock_guard lock(mutex_);
     return works_;
   }
+  /// Whether the memory of `operation`, or of an operation of `other`, conflicts with that of this one. To be
+  /// called before the works are queued.
+  bool shares_memory(const Operation& operation) const;
+  bool shares_memory(const Submission& other) const;
   double waited() const { return seconds_between(made_, Clock::now()); }
   /// Ends all its work, none of which has been queued.
   void fail(const Error& error);
@@ -60,7 +64,11 @@ class MULTIRING_API Submission final : public WorkObserver {
   /// Whether this thread is in a `done` of that owner.
   static bool inside(const void* owner);
 
-  bool warned = false;  ///< with the queue's lock held
+  // With the queue's lock held.
+  bool warned = false;
+  std::uint64_t number = 0;  ///< in the order of submission on this rank, from 1
+  std::vector<std::uint64_t>
+      waits_for;  ///< numbers of those that have to be matched before, for their memory
 
  private:
   Submission() = default;

@@ -68,7 +68,9 @@ void validate(const Operation& operation, int rank, int size, const std::string&
   if (descriptor.key.order == Order::kAny && !traits.reduces)
     throw_usage(operation, "only an allreduce or a reduce_scatter can add in any order");
   require_apart(operation);
-  if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {
+  const bool has_output =
+      operation.output != nullptr || (operation.strided != nullptr && !operation.strided->outputs.empty());
+  if (kind == OpKind::kReduceScatter && has_output && descriptor.rows > 0) {
     const Range block =
         block_range(descriptor.rows, static_cast<std::size_t>(size), static_cast<std::size_t>(rank));
     if (operation.output_bytes != block.size() * (descriptor.bytes / descriptor.rows))

@@ -59,6 +59,8 @@ class MULTIRING_API Work {
   int priority() const { return priority_; }
   /// 1 for the first asynchronous operation of the communicator.
   std::uint64_t index() const { return index_; }
+  /// The operation runs when all up to this one have ended, because it shares memory with one of them.
+  std::uint64_t after() const { return after_; }
   /// To be read when it is done.
   const Times& times() const { return times_; }
   /// The finished operation, to take its result from.
@@ -87,6 +89,7 @@ class MULTIRING_API Work {
   int priority_ = 0;         // written when it is queued
   double timeout_ = -1.0;    // likewise
   std::uint64_t index_ = 0;  // likewise
+  std::uint64_t after_ = 0;  // likewise
   std::shared_ptr<void> keep_alive_;
   const ErrorSeen error_seen_;
   const std::shared_ptr<WorkObserver> observer_;  // may be null

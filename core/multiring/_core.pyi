@@ -344,8 +344,28 @@ class Operation:
         self, kind: OpKind, name: str = "", root: typing.SupportsInt | typing.SupportsIndex = -1
     ) -> None: ...
     def result(self) -> Result: ...
-    def set_input(self, array: typing.Any) -> None: ...
-    def set_output(self, array: typing.Any) -> None: ...
+    def set_expected(self, rows: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> None:
+        """
+        How many rows of an alltoall are to come from each rank.
+        """
+    def set_input(self, array: typing.Any, is_copied: bool = False) -> bool:
+        """
+        is_copied: when the operation begins, because it writes to that memory.
+        False: the array is on a device and not contiguous, nothing was done.
+        """
+    def set_inputs(
+        self,
+        arrays: collections.abc.Sequence[typing.Any],
+        shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    ) -> None:
+        """
+        Arrays in host memory that are the input, one after the other, as an array of this shape.
+        """
+    def set_output(self, array: typing.Any) -> bool: ...
+    def set_outputs(self, arrays: collections.abc.Sequence[typing.Any]) -> None:
+        """
+        Arrays in host memory that get the output, one after the other.
+        """
     def set_pieces(
         self,
         dtype: str,
@@ -648,6 +668,10 @@ class Communicator:
         """
         False: an array is not contiguous, nothing was done.
         """
+    def await_queued(self, last: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Waits until the queued operations up to this number have ended.
+        """
     def close(self) -> None: ...
     def fit_costs(
         self,
@@ -657,6 +681,10 @@ class Communicator:
     ) -> str:
         """
         The line of a tuning with the costs that explain (algorithm, bytes, seconds) best.
+        """
+    def last_conflict(self, operation: Operation) -> int:
+        """
+        The number of the last queued operation that has to end before this one; 0: none.
         """
     def plain_allreduce(self) -> typing.Any:
         """
@@ -669,6 +697,7 @@ class Communicator:
         operation: Operation,
         tag: typing.SupportsInt | typing.SupportsIndex,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
+        after: typing.SupportsInt | typing.SupportsIndex | None = None,
     ) -> None: ...
     def run(self, operation: Operation, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     def send(
@@ -676,7 +705,11 @@ class Communicator:
         operation: Operation,
         tag: typing.SupportsInt | typing.SupportsIndex,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> None: ...
+        after: typing.SupportsInt | typing.SupportsIndex | None = None,
+    ) -> None:
+        """
+        after: what `last_conflict` told when the program asked for it; None: what it tells now.
+        """
     def set_tuning(self, tuning: str) -> None:
         """
         Collectives from here on go as a tuning says; called between the same operations on all ranks.

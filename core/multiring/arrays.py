@@ -22,12 +22,13 @@ __all__ = [
     "copy_into",
     "copy_large",
     "empty_like",
-    "into",
     "joined",
     "like",
     "multiply",
+    "require_memory",
     "set_arrays",
-    "target_for",
+    "set_input",
+    "set_output",
     "without_gradient",
 ]
 
@@ -79,7 +80,8 @@ def as_array(x: Any) -> Array:
     if isinstance(x, np.ndarray):
         return x
     if not isinstance(x, _PLAIN):
-        return without_gradient(x)
+        # The result of a functional collective, which may be on its way yet.
+        return without_gradient(x.trigger_wait() if hasattr(type(x), "trigger_wait") else x)
     try:
         return np.asarray(x)
     except ValueError as error:
@@ -126,28 +128,12 @@ def _is_on_device(x: Array) -> bool:
     return hasattr(type(x), "__cuda_array_interface__") and hasattr(x, "flags")
 
 
-def target_for(out: Array) -> Array:
-    """Where a result for `out` goes: `out` itself if its elements lie in C order, else memory to be copied
-    into it afterwards.
-
-    Raises:
-        UsageError: `out` is read-only, or requires a gradient.
-    """
-    target = contiguous(without_gradient(out))
-    if target is not out and (out.readonly if isinstance(out, memoryview) else _is_read_only(out)):
-        raise UsageError(f"cannot write to an array of type {type(out).__name__}: is it read-only?")
-    return target
-
-
-def _is_read_only(x: Array) -> bool:
-    return isinstance(x, np.ndarray | np.generic) and not x.flags.writeable
-
-
 def empty_like(x: Array) -> Array:
-    """A new C-ordered array of the kind, shape and dtype of the C-ordered `x`; of NumPy where a kind makes
-    none."""
+    """Return a new C-ordered array of the kind, shape and dtype of `x`; of NumPy where a kind makes none."""
     if isinstance(x, np.ndarray | np.generic):
         return np.empty(x.shape, x.dtype)
+    if hasattr(x, "new_empty"):
+        return x.new_empty(x.shape)
     make = _maker(x, "empty_like")
     if make is not None:
         return make(x)
@@ -161,22 +147,7 @@ def empty_like(x: Array) -> Array:
 
 def copy_into(out: Array, x: Array) -> None:
     """Copies `x` into the (perhaps strided) `out` of the same shape."""
-    if isinstance(out, memoryview):
-        out = np.asarray(out)
     out[...] = x
-
-
-def into(out: Array | None, target: Array) -> Callable[[Any], Array]:
-    """Returns `out`, filled from the contiguous `target` where that is another array."""
-
-    def finish(done: Any) -> Array:
-        if out is None:
-            return target
-        if target is not out:
-            copy_into(out, target)
-        return out
-
-    return finish
 
 
 def address_of(x: np.ndarray[Any, Any]) -> int:
@@ -223,10 +194,51 @@ def like(x: Array, result: _core.Result) -> Array:
     return array.view(dtype) if result.dtype == "bfloat16" and isinstance(dtype, np.dtype) else array
 
 
-def set_arrays(operation: _core.Operation, x: Array, out: Array | None) -> Callable[[Any], Array]:
-    """Sets input and output of an operation whose result is as large as its input."""
-    source = contiguous(as_array(x))
-    target = empty_like(source) if out is None else target_for(out)
-    operation.set_input(source)
+def set_input(operation: _core.Operation, x: Array) -> Array:
+    """Set the array that an operation reads, when it begins; one with gaps on a device is copied at once.
+
+    Returns:
+        The array that was set.
+
+    Raises:
+        UsageError: `x` makes no array, requires a gradient, or has no memory of its own.
+    """
+    x = as_array(x)
+    if not operation.set_input(x):
+        x = contiguous(x)
+        operation.set_input(x)
+    return x
+
+
+def set_output(operation: _core.Operation, out: Array) -> Callable[[Any], Array]:
+    """Set the array that an operation writes, before it ends; one with gaps on a device is written to when
+    the operation is waited for.
+
+    Returns:
+        A function that takes the finished operation and returns `out`.
+
+    Raises:
+        UsageError: `out` is read-only, requires a gradient, or has no memory of its own.
+    """
+    if operation.set_output(without_gradient(out)):
+        return lambda done: out
+    target = contiguous(out)
     operation.set_output(target)
-    return into(out, target)
+
+    def finish(done: Any) -> Array:
+        copy_into(out, target)
+        return out
+
+    return finish
+
+
+def require_memory(x: Array) -> None:
+    """Raise UsageError if an array has no memory of its own, such as a tensor that stands for others, or if
+    its memory does not hold all its elements."""
+    _core.Operation(_core.OpKind.SEND).set_input(x)
+
+
+def set_arrays(operation: _core.Operation, x: Array, out: Array | None) -> Callable[[Any], Array]:
+    """Set input and output of an operation whose result is as large as its input."""
+    source = set_input(operation, x)
+    return set_output(operation, empty_like(source) if out is None else out)

@@ -12,13 +12,11 @@ from multiring import _core as native
 from multiring.arrays import (
     Pieces,
     as_array,
-    contiguous,
-    copy_into,
     empty_like,
-    into,
     like,
     set_arrays,
-    target_for,
+    set_input,
+    set_output,
     without_gradient,
 )
 from multiring.errors import UsageError
@@ -92,7 +90,6 @@ class Collectives:
             return out
         x = as_array(x)
         if out is None:
-            x = contiguous(x)
             out = empty_like(x)
             if self._plain_allreduce(x, out, op, name, prescale, postscale, timeout, crossing):
                 return out
@@ -100,13 +97,9 @@ class Collectives:
         wait = seconds(timeout)
         factors = reduce_op(op), name or "", prescale, postscale, wait, native_crossing(**crossing)
         if not self._core.allreduce(x, without_gradient(out), *factors):
-            source, target = contiguous(x), target_for(out)
-            if not self._core.allreduce(source, target, *factors):
-                raise UsageError(
-                    "cannot make a contiguous copy of an array that is not; pass a contiguous one"
-                )
-            if target is not out:
-                copy_into(out, target)
+            operation = self._operation("ALLREDUCE", name)
+            operation.set_reduction(*native_reduction(op, prescale, postscale, **crossing))
+            return self._run(operation, set_arrays(operation, x, out), timeout)
         return out
 
     def allreduce_async(
@@ -300,9 +293,8 @@ class Collectives:
     def _alltoall(
         self, x: Array, splits: Sequence[int] | None, name: str | None
     ) -> tuple[native.Operation, Finish]:
-        x = contiguous(as_array(x))
         operation = self._operation("ALLTOALL", name)
-        operation.set_input(x)
+        x = set_input(operation, x)
         rows = operation.rows
         even = [rows // self.size + (rank < rows % self.size) for rank in range(self.size)]
         operation.set_splits(even if splits is None else self._checked_splits(splits))
@@ -364,8 +356,7 @@ class Collectives:
         if self.rank == root:
             if x is None:
                 raise UsageError(f"rank {root} is the root of a scatter and has to give an array")
-            x = contiguous(as_array(x))
-            operation.set_input(x)
+            x = set_input(operation, x)
         return operation, lambda done: like(x, done.result())
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -376,6 +367,68 @@ class Collectives:
         """Like `barrier`, without waiting."""
         return self._submit(self._operation("BARRIER", None), lambda done: None, **queued)
 
+    def arrays_async(
+        self,
+        kind: str,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array] = (),
+        *,
+        shape: Sequence[int],
+        name: str | None = None,
+        root: int = -1,
+        reduction: NativeReduction | None = None,
+        splits: Sequence[int] = (),
+        expected: Sequence[int] = (),
+        is_copied: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Submit a collective of several arrays that are one after the other; for integrations.
+
+        Args:
+            kind: "ALLREDUCE" and so on: a member of `OpKind`.
+            inputs: Arrays of one dtype in host memory, or one array anywhere. None for a scatter elsewhere
+                than on its root.
+            outputs: Arrays for the result, of any shapes; none: this rank gets no result.
+            shape: Of the inputs together.
+            name: Name in messages; has to be the same on all ranks.
+            root: Rank of the root, where there is one.
+            reduction: How the arrays are reduced, if they are.
+            splits: For an alltoall, rows for each rank.
+            expected: For an alltoall, rows that have to come from each rank.
+            is_copied: Whether one input is copied when the operation begins, because an output lies in its
+                memory.
+            timeout: Seconds that the operation may take from when it begins.
+        """
+        operation = self._operation(kind, name, root)
+        if reduction is not None:
+            operation.set_reduction(*reduction)
+        if len(inputs) == 1 and tuple(inputs[0].shape) == tuple(shape):
+            operation.set_input(inputs[0], is_copied)
+        elif inputs:
+            operation.set_inputs(list(inputs), list(shape))
+        if splits:
+            operation.set_splits(list(splits))
+        operation.set_expected(list(expected))
+        if len(outputs) == 1:
+            operation.set_output(outputs[0])
+        else:
+            operation.set_outputs(list(outputs))
+        return self._submit(operation, lambda done: None, 0, timeout)
+
+    def await_queued(self, x: Array, *, is_written: bool = False) -> None:
+        """Wait until no queued operation writes to the contiguous array `x`; for integrations.
+
+        Args:
+            x: The array, which is read afterwards.
+            is_written: Whether it is written to, so that no queued operation may read it either.
+        """
+        operation = self._operation("RECV" if is_written else "SEND", None)
+        if is_written:
+            operation.set_output(x)
+        else:
+            operation.set_input(x)
+        self._core.await_queued(self._core.last_conflict(operation))
+
     # Shared by the collectives.
 
     def _operation(self, kind: str, name: str | None, root: int = -1) -> native.Operation:
@@ -383,13 +436,8 @@ class Collectives:
 
     def _join(self, operation: native.Operation, x: Array, out: Array | None) -> Finish:
         """Sets input and output of an operation whose result has other extents than its input."""
-        source = contiguous(as_array(x))
-        operation.set_input(source)
-        if out is None:
-            return lambda done: like(source, done.result())
-        target = target_for(out)
-        operation.set_output(target)
-        return into(out, target)
+        source = set_input(operation, x)
+        return (lambda done: like(source, done.result())) if out is None else set_output(operation, out)
 
     def _run(self, operation: native.Operation, finish: Finish, timeout: float | None) -> Any:
         self._core.run(operation, seconds(timeout))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multiring import _core
-from multiring.arrays import as_array, contiguous, into, target_for
+from multiring.arrays import set_input, set_output
 from multiring.collectives import Collectives
 from multiring.errors import MultiringError, UsageError
 from multiring.messages import Message, Probe
@@ -118,8 +118,16 @@ class Communicator(Collectives):
         first message to a rank of another host waits until that rank is in any call, to connect with it.
         """
         operation = self._operation("SEND", None, dst)
-        operation.set_input(contiguous(as_array(x)))
+        set_input(operation, x)
         self._core.send(operation, tag, seconds(timeout))
+
+    def prepared_send(self, x: Array, dst: int, tag: int = 0) -> Callable[[], None]:
+        """Return a function that sends an array as it is when the operations have ended that are queued now;
+        for integrations that send in another thread."""
+        operation = self._operation("SEND", None, dst)
+        set_input(operation, x)
+        after = self._core.last_conflict(operation)
+        return lambda: self._core.send(operation, tag, -1.0, after)
 
     def recv(self, src: int, out: Array | None = None, tag: int = 0, timeout: float | None = None) -> Array:
         """Receives an array from rank `src`.
@@ -131,14 +139,17 @@ class Communicator(Collectives):
             tag: Has to be that of the message.
             timeout: Seconds to wait for the message.
         """
+        return self._receive(src, out, tag, timeout, None)
+
+    def _receive(
+        self, src: int, out: Array | None, tag: int, timeout: float | None, after: int | None
+    ) -> Array:
+        """Receive when the operations up to the number `after` have ended; None: what is queued now and uses
+        the memory of `out`."""
         operation = self._operation("RECV", None, src)
-        if out is None:
-            self._core.recv(operation, tag, seconds(timeout))
-            return operation.result().numpy()
-        target = target_for(out)
-        operation.set_output(target)
-        self._core.recv(operation, tag, seconds(timeout))
-        return into(out, target)(operation)
+        finish = None if out is None else set_output(operation, out)
+        self._core.recv(operation, tag, seconds(timeout), after)
+        return operation.result().numpy() if finish is None else finish(operation)
 
     def probe(self, src: int | None = None, timeout: float | None = None) -> Message:
         """Waits for a message without receiving it, and tells what it is; `recv` then gets it at once.

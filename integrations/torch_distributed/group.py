@@ -256,9 +256,10 @@ class ProcessGroup(GroupBase):
 
         def start(_: Communicator, __: Tensors) -> list[Part]:
             self._require_rank(destination, "send")
-            payload = as_payload(only(tensors, "send"), "send").contiguous()
+            payload = as_payload(only(tensors, "send"), "send")
             if payload.is_cuda:  # it leaves from a thread that does not know the caller's stream
-                return [Part(self._messenger.send(*begin_copy_to_host(payload), destination, tag))]
+                copied = begin_copy_to_host(payload.contiguous())
+                return [Part(self._messenger.send(*copied, destination, tag))]
             return [Part(self._messenger.send(payload, None, destination, tag))]
 
         return self._start("send", list, start, inputs=[tensors])
@@ -278,10 +279,9 @@ class ProcessGroup(GroupBase):
                 self._require_rank(source, "recv")
             target = as_payload(outs[0], "recv")
             landing = target
-            if target.is_cuda or not target.is_contiguous():
-                pinned = target.is_cuda
-                landing = torch.empty(target.shape, dtype=target.dtype, device="cpu", pin_memory=pinned)
-            finish = None if landing is target else lambda _: target.copy_(landing)
+            if target.is_cuda:
+                landing = torch.empty(target.shape, dtype=target.dtype, device="cpu", pin_memory=True)
+            finish = (lambda _: target.copy_(landing)) if target.is_cuda else None
             return [Part(self._messenger.receive(landing, source, tag), finish)]
 
         return self._start("recv", lambda: [only(tensors, "recv")], start, deadline=self.comm.timeout)

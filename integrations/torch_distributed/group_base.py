@@ -27,7 +27,14 @@ from multiring.torch_distributed.backend import GroupBackend
 from multiring.torch_distributed.failures import as_torch_error, describe_group
 from multiring.torch_distributed.messages import Messenger
 from multiring.torch_distributed.streams import why_captured
-from multiring.torch_distributed.tensors import only_cuda_device, require_apart, resolved
+from multiring.torch_distributed.tensors import (
+    is_copied_at_once,
+    only_cuda_device,
+    require_apart,
+    resolved,
+    span_of,
+    storage_key,
+)
 from multiring.torch_distributed.watchers import Watchers
 from multiring.torch_distributed.work import GroupWork, Part
 
@@ -36,6 +43,7 @@ __all__ = ["GroupBase", "Outputs", "Start"]
 # Seconds, for those who ask for a group's timeout where it is infinite.
 _NEVER = 1e9
 # Functional collectives wait for each tensor of these by itself.
+_MESSAGES = {"send", "recv"}
 _WAITED_FOR_BY_OUTPUT = {"allreduce_coalesced", "all_gather_single", "reduce_scatter_single"}
 
 Outputs = Callable[[], Tensors]
@@ -82,6 +90,8 @@ class GroupBase(dist.ProcessGroup):
         self._store = given.store  # served by rank 0 as long as it is there
         self.kept: set[GroupWork] = set()
         self._coalesced: deque[GroupWork] | None = None
+        # Works whose results are copied when they are waited for, and what tells the memory of those.
+        self._late: list[tuple[frozenset[object], GroupWork]] = []
         self._closing = threading.Lock()
         self._closed = False
         adopt(comm, self.shutdown)
@@ -169,11 +179,14 @@ class GroupBase(dist.ProcessGroup):
         """
         timeout = seconds_of(*options)
         comm = self.comm if timeout is None else cast("Communicator", TimedCommunicator(self.comm, timeout))
+        is_message = what in _MESSAGES
         try:
             given = list(outputs())
             for output in given:
                 require_apart(output, what)
-            device = self._device_of([*given, *_all_tensors(inputs)], what)
+            tensors = [*given, *_all_tensors(inputs)]
+            device = self._device_of(tensors, what)
+            self._settle(tensors)
             # Torch exports tensors of the current device alone.
             with nullcontext() if device is None else torch.cuda.device(device):
                 targets = [resolved(output) for output in given]
@@ -185,6 +198,8 @@ class GroupBase(dist.ProcessGroup):
             parts[-1] = parts[-1].followed_by(lambda: [out.detach().copy_(copy) for out, copy in copies])
         devices = [] if device is None else [device]
         work = GroupWork(self, parts, given, deadline if timeout is None else timeout, devices)
+        if not is_message and any(part.finish is not None for part in parts):
+            self._late.append((frozenset(map(storage_key, given)), work))
         if self._coalesced is not None:
             # Those that have ended are let go of: a block that raises has no end that would do it.
             while self._coalesced and self._coalesced[0].is_success():
@@ -193,6 +208,19 @@ class GroupBase(dist.ProcessGroup):
         if old_torch.WORK_IS_COLLECTED and len(given) > 1 and what in _WAITED_FOR_BY_OUTPUT:
             return old_torch.kept_by_torch(work)
         return work
+
+    def _settle(self, tensors: Tensors) -> None:
+        """Wait until tensors hold what operations before this one have made of them, where the core does not
+        see to that: results that are copied after the operation, and tensors that are copied before it."""
+        if self._late:
+            self._late = [(keys, work) for keys, work in self._late if not work.has_ended]
+            used = {storage_key(tensor) for tensor in tensors}
+            for keys, work in self._late:
+                if not keys.isdisjoint(used):
+                    work.wait()
+        for tensor in tensors:
+            if tensor.layout is torch.strided and is_copied_at_once(tensor):
+                self.comm.await_queued(span_of(tensor))
 
     def _device_of(self, tensors: Tensors, what: str) -> torch.device | None:
         """The CUDA device of an operation of these tensors; None: it has none.
@@ -241,6 +269,7 @@ class GroupBase(dist.ProcessGroup):
         self._messenger.close(errors.AbortedError(text, rank=self.comm.rank))
         self.watchers.close()
         self.kept.clear()
+        self._late.clear()
         release(self.comm)
 
     def abort(self) -> None:

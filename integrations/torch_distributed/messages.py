@@ -21,6 +21,7 @@ from multiring import errors
 from multiring import messages as core
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError
+from multiring.torch_distributed.tensors import span_of
 from multiring.torch_distributed.watchers import Watchers
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Message:
         tag: Its tag.
         source: Once it is received, the rank that has sent it; else -1.
         made: What a device has to do before `tensor` has what is sent; None: it has.
+        send: Sends it, where it is to be sent.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Message:
         self.tag = tag
         self.source = -1
         self.made: CallerWork | None = None
+        self.send: Callable[[], None] | None = None
         self._late = late
         self._error: MultiringError | None = None
         self._ended = threading.Event()
@@ -113,12 +116,15 @@ class Messenger:
         self._failure: MultiringError | None = None
 
     def send(self, tensor: torch.Tensor, made: CallerWork | None, destination: int, tag: int) -> Message:
-        """Sends a contiguous tensor of the host, which must not change before that is done; `made` is that of
-        the message."""
+        """Send a tensor of the host, as it is when the operations have ended that are queued now. It must not
+        change before that is done; `made` is that of the message."""
         message = Message(tensor, destination, tag, lambda: self._late("send", destination, tag))
         message.made = made
         if destination == self._comm.rank:
             self._await(made)
+            self._comm.await_queued(span_of(tensor))
+        else:
+            message.send = self._comm.prepared_send(tensor, destination, tag)
         with self._lock:
             if self._failure is not None:
                 message.end(self._failure)
@@ -134,8 +140,10 @@ class Messenger:
         return message
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Message:
-        """Receives into a tensor of the host, from one rank or from any (None)."""
+        """Receive into a tensor of the host, from one rank or from any (None), when the operations have ended
+        that are queued now and use its memory."""
         message = Message(tensor, source, tag, lambda: self._late("recv", source, tag))
+        self._comm.await_queued(span_of(tensor), is_written=True)
         with self._lock:
             if self._failure is not None:
                 message.end(self._failure)
@@ -162,7 +170,8 @@ class Messenger:
                 message = queue.popleft()
             try:
                 self._await(message.made)
-                self._comm.send(message.tensor, destination, message.tag)
+                if message.send is not None:
+                    message.send()
                 message.end()
             except BaseException as error:
                 message.end(self._break_by(error, f"send to rank {destination}"))
@@ -218,7 +227,7 @@ class Messenger:
         """Receives what was found: for a receive, or aside."""
         try:
             if receive is not None:
-                self._comm.recv(found.source, receive.tensor, found.tag)
+                self._comm._receive(found.source, receive.tensor, found.tag, None, 0)
                 receive.source = found.source
                 receive.end()
             elif aside is not None:

@@ -10,12 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from multiring import errors
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
+from multiring.reductions import NativeReduction, native_reduction
 from multiring.torch_distributed.reductions import Reduction, reduction_of
 from multiring.torch_distributed.sparse import allreduce_sparse
 from multiring.torch_distributed.tensors import (
@@ -25,7 +24,6 @@ from multiring.torch_distributed.tensors import (
     joined,
     name_of_bytes,
     require_count,
-    room_like,
 )
 from multiring.torch_distributed.work import Part
 
@@ -49,14 +47,14 @@ Tensor = torch.Tensor
 def allreduce(
     comm: Communicator, tensor: Tensor, op: Any, what: str = "allreduce", name: str | None = None
 ) -> Part:
-    """Reduces a tensor over all ranks, in place.
+    """Reduce a tensor over all ranks, in place.
 
     Args:
         comm: The ranks.
-        tensor: It.
-        op: How.
+        tensor: The tensor of this rank.
+        op: The reduction.
         what: The function that was called, for messages.
-        name: Of the operation, where ranks have to agree on more than the tensor and `op`.
+        name: Name of the operation, where ranks have to agree on more than the tensor and `op`.
     """
     if tensor.layout != torch.strided:
         return allreduce_sparse(comm, tensor, op, name or what)
@@ -65,20 +63,26 @@ def allreduce(
 
 
 def reduce(comm: Communicator, tensor: Tensor, op: Any, root: int) -> Part:
-    """Reduces a tensor over all ranks; that of `root` gets the result, the others stay as they are."""
+    """Reduce a tensor over all ranks; that of `root` gets the result, the others stay as they are."""
     _require_rank(comm, root, "reduce")
-    own = tensor if comm.rank == root else tensor.detach().clone()
-    return allreduce(comm, own, op, "reduce", f"reduce to rank {root}")
+    name = f"reduce to rank {root}"
+    if comm.rank == root:
+        return allreduce(comm, tensor, op, "reduce", name)
+    if tensor.layout != torch.strided:
+        return allreduce(comm, tensor.detach().clone(), op, "reduce", name)
+    reduction, numbers = reduction_of(op, tensor, "reduce"), as_numbers(tensor, "reduce")
+    unused = torch.empty(numbers.shape, dtype=numbers.dtype, device=numbers.device)
+    return Part(comm.allreduce_async(numbers, reduction.op, unused, name, reduction.prescale))
 
 
 def broadcast(comm: Communicator, tensor: Tensor, root: int) -> Part:
-    """Gives every rank the tensor of `root`."""
+    """Give every rank the tensor of `root`."""
     payload = as_payload(tensor, "broadcast")
     return Part(comm.broadcast_async(payload, root, payload, name_of_bytes(tensor)))
 
 
 def allgather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor) -> Part:
-    """Gives every rank the tensors of all. Each rank's may have another number of elements; then all ranks
+    """Give every rank the tensors of all. Each rank's may have another number of elements; then all ranks
     know them from their `outputs`."""
     what, size = "allgather", comm.size
     require_count(outputs, size, what)
@@ -92,19 +96,14 @@ def allgather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor) -> 
         )
     if len(set(counts)) > 1:
         # The name is compared before data moves, and with it what each rank expects of the others.
-        asked = f"{tensor.dtype} elements of the ranks: {counts}"
-        pending = comm.allgather_async(source.reshape(-1), room_like(source, sum(counts)), asked)
-        return Part(pending, lambda gathered: copy_apart(gathered, targets))
-    flat = joined(targets)
-    rows, name = source.reshape(1, counts[0]), name_of_bytes(tensor)
-    if flat is not None:
-        return Part(comm.allgather_async(_apart_from(flat, rows), flat.view(size, counts[0]), name))
-    pending = comm.allgather_async(rows, room_like(rows, size, counts[0]), name)
-    return Part(pending, lambda gathered: copy_apart(gathered.reshape(-1), targets))
+        name: str | None = f"{tensor.dtype} elements of the ranks: {counts}"
+        return _start(comm, "ALLGATHER", [source], targets, [source.numel()], name=name)
+    name = name_of_bytes(tensor)
+    return _start(comm, "ALLGATHER", [source], targets, [1, source.numel()], name=name)
 
 
 def allgather_single(comm: Communicator, output: Tensor, tensor: Tensor) -> Part:
-    """Joins the tensors of all ranks, which have equally many elements, in one tensor."""
+    """Join the tensors of all ranks, which have equally many elements, in one tensor."""
     what = "all_gather_single"
     source, target = as_payload(tensor, what), as_payload(output, what)
     _require_same_dtype([source, target], what)
@@ -112,16 +111,12 @@ def allgather_single(comm: Communicator, output: Tensor, tensor: Tensor) -> Part
         raise UsageError(
             f"{what}: the output has {target.numel()} elements; expected {comm.size} ranks x {source.numel()}"
         )
-    rows, name = source.reshape(1, source.numel()), name_of_bytes(tensor)
-    if target.is_contiguous():
-        whole = target.view(comm.size, source.numel())
-        return Part(comm.allgather_async(_apart_from(target, rows), whole, name))
-    room = room_like(rows, comm.size, source.numel())
-    return Part(comm.allgather_async(rows, room, name), lambda gathered: _set(target, gathered))
+    name = name_of_bytes(tensor)
+    return _start(comm, "ALLGATHER", [source], [target], [1, source.numel()], name=name)
 
 
 def reduce_scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor], op: Any) -> Part:
-    """Reduces a list of tensors over all ranks; rank i gets the i-th. They may differ in size."""
+    """Reduce a list of tensors over all ranks; rank i gets the i-th. They may differ in size."""
     what = "reduce_scatter"
     require_count(inputs, comm.size, what)
     numbers = [as_numbers(tensor, what) for tensor in inputs]
@@ -133,26 +128,18 @@ def reduce_scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor],
             f"{what}: the output of rank {comm.rank} has {target.numel()} elements, and the inputs have "
             f"{counts[comm.rank]} for it"
         )
-    flat = joined(numbers)
-    if flat is None:
-        flat = torch.cat([each.reshape(-1) for each in numbers])
-    reduction = reduction_of(op, inputs[0], what)
+    reduction = _native(reduction_of(op, inputs[0], what))
     if len(set(counts)) == 1:
-        return _reduce_scatter_rows(comm, target, flat.view(comm.size, counts[0]), reduction)
-    # Blocks of any size: as an allreduce, in memory of its own.
-    begin, scratch = sum(counts[: comm.rank]), flat.clone()
-    whole = allreduce(comm, scratch, op, what, f"{what} of {counts} elements")
-
-    def finish(result: Any) -> None:
-        if whole.finish is not None:
-            whole.finish(result)
-        _set(target, scratch[begin : begin + target.numel()])
-
-    return Part(whole.pending, finish)
+        shape = [comm.size, counts[0]]
+        return _start(comm, "REDUCE_SCATTER", numbers, [target], shape, reduction=reduction)
+    # Blocks of any size: as an allreduce, of which the other ranks' blocks are not used.
+    results = [target if rank == comm.rank else torch.empty_like(each) for rank, each in enumerate(numbers)]
+    name = f"{what} of {counts} elements"
+    return _start(comm, "ALLREDUCE", numbers, results, [sum(counts)], name=name, reduction=reduction)
 
 
 def reduce_scatter_single(comm: Communicator, output: Tensor, tensor: Tensor, op: Any) -> Part:
-    """Reduces a tensor over all ranks; rank i gets the i-th of equally large blocks."""
+    """Reduce a tensor over all ranks; rank i gets the i-th of equally large blocks."""
     what = "reduce_scatter_single"
     source, target = as_numbers(tensor, what), as_numbers(output, what)
     _require_same_dtype([source, target], what)
@@ -160,23 +147,50 @@ def reduce_scatter_single(comm: Communicator, output: Tensor, tensor: Tensor, op
         raise UsageError(
             f"{what}: the input has {source.numel()} elements; expected {comm.size} ranks x {target.numel()}"
         )
-    rows = source.reshape(comm.size, target.numel())
-    return _reduce_scatter_rows(comm, target, rows, reduction_of(op, tensor, what))
+    reduction, shape = _native(reduction_of(op, tensor, what)), [comm.size, target.numel()]
+    return _start(comm, "REDUCE_SCATTER", [source], [target], shape, reduction=reduction)
 
 
-def _reduce_scatter_rows(comm: Communicator, target: Tensor, rows: Tensor, reduction: Reduction) -> Part:
-    if target.is_contiguous() and not _overlap(rows, target):
-        block = target.view(1, target.numel())
-        return Part(comm.reduce_scatter_async(rows, reduction.op, block, prescale=reduction.prescale))
-    room = room_like(rows, 1, target.numel())
-    pending = comm.reduce_scatter_async(rows, reduction.op, room, prescale=reduction.prescale)
-    return Part(pending, lambda block: _set(target, block))
+def _native(reduction: Reduction) -> NativeReduction:
+    return native_reduction(reduction.op, reduction.prescale, 1.0)
+
+
+def _start(
+    comm: Communicator,
+    kind: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    shape: Sequence[int],
+    **how: Any,
+) -> Part:
+    """Submit a collective of several tensors, see `Collectives.arrays_async`.
+
+    In host memory the core reads and writes them where they lie. On a device it takes one contiguous tensor:
+    others are joined before, and get their parts of the result when the operation is waited for.
+    """
+    whole = joined(inputs)
+    sources = list(inputs) if whole is None else [whole.view(tuple(shape))]
+    whole = joined(outputs)
+    targets = list(outputs) if whole is None else [whole]
+    finish = None
+    if any(tensor.is_cuda for tensor in (*inputs, *outputs)):
+        if len(sources) > 1 or not all(source.is_contiguous() for source in sources):
+            sources = [torch.cat([source.reshape(-1) for source in sources]).view(tuple(shape))]
+        if len(targets) > 1 or not all(target.is_contiguous() for target in targets):
+            count = sum(target.numel() for target in outputs)
+            room = torch.empty((count,), dtype=outputs[0].dtype, device=outputs[0].device)
+            targets = [room]
+            finish = lambda _: copy_apart(room, outputs)  # noqa: E731
+    is_copied = any(_overlap(source, target) for source in sources for target in targets)
+    if is_copied and sources[0].is_cuda:
+        sources, is_copied = [sources[0].clone()], False
+    return Part(comm.arrays_async(kind, sources, targets, shape=shape, is_copied=is_copied, **how), finish)
 
 
 def alltoall_single(
     comm: Communicator, output: Tensor, tensor: Tensor, sizes: Sequence[int], rows: Sequence[int]
 ) -> Part:
-    """Sends blocks of rows of a tensor to the ranks; each joins what it receives.
+    """Send blocks of rows of a tensor to the ranks; each joins what it receives.
 
     Args:
         comm: The ranks.
@@ -190,8 +204,7 @@ def alltoall_single(
     _require_same_dtype([source, target], what)
     received = _split_sizes(target, sizes, comm.size, f"{what}: output")
     sent = _split_sizes(source, rows, comm.size, f"{what}: input")
-    # In elements, as torch counts them: rows of the input need not have the shape of those of the output.
-    return _exchanged(comm, what, _named(tensor), source.reshape(-1), sent, [target], received)
+    return _exchanged(comm, _named(tensor), [source], sent, [target], received)
 
 
 def _split_sizes(tensor: Tensor, sizes: Sequence[int], size: int, what: str) -> list[int]:
@@ -213,108 +226,70 @@ def _split_sizes(tensor: Tensor, sizes: Sequence[int], size: int, what: str) -> 
 
 
 def alltoall(comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Part:
-    """Sends the i-th tensor to rank i, and receives the i-th output from it."""
+    """Send the i-th tensor to rank i, and receive the i-th output from it."""
     what = "all_to_all"
     require_count(outputs, comm.size, what)
     require_count(inputs, comm.size, what)
     sources = [as_payload(tensor, what) for tensor in inputs]
     targets = [as_payload(output, what) for output in outputs]
     _require_same_dtype([*sources, *targets], what)
-    flat = joined(sources)
-    if flat is None:
-        flat = torch.cat([each.reshape(-1) for each in sources])
     sent, received = ([each.numel() for each in tensors] for tensors in (sources, targets))
-    return _exchanged(comm, what, _named(inputs[0]), flat, sent, targets, received)
+    return _exchanged(comm, _named(inputs[0]), sources, sent, targets, received)
 
 
 def _exchanged(
     comm: Communicator,
-    what: str,
     name: str,
-    flat: Tensor,
+    sources: Sequence[Tensor],
     sent: Sequence[int],
     targets: Sequence[Tensor],
     expected: Sequence[int],
 ) -> Part:
-    """An exchange of elements: `sent[i]` of `flat` go to rank i, and `expected[i]` are to come from it."""
+    """Exchange elements: `sent[i]` of the sources go to rank i, and `expected[i]` have to come from it.
 
-    def finish(result: Any) -> None:
-        received, counts = result
-        if counts.tolist() != list(expected):
-            raise _mismatch(comm, what, counts.tolist(), list(expected))
-        copy_apart(received, targets)
-
-    return Part(comm.alltoall_async(flat, sent, name), finish)
+    They are counted in elements, as torch does: rows of the input need not have the shape of those of the
+    output.
+    """
+    return _start(comm, "ALLTOALL", sources, targets, [sum(sent)], name=name, splits=sent, expected=expected)
 
 
 def _named(tensor: Tensor) -> str:
-    """The same for all functions that exchange elements."""
+    """Return the name of an exchange of elements, the same for all functions that exchange them."""
     return " of ".join(filter(None, ["all_to_all", name_of_bytes(tensor)]))
 
 
 def gather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Part:
-    """Brings the tensors of all ranks, equally large, to `root`."""
+    """Bring the tensors of all ranks, equally large, to `root`."""
     what = "gather"
-    source = as_payload(tensor, what)
-    rows, name = source.reshape(1, source.numel()), name_of_bytes(tensor)
-    if comm.rank != root:
-        return Part(comm.gather_async(rows, root, name))
-    require_count(outputs, comm.size, what)
-    targets = [as_payload(output, what) for output in outputs]
-    _require_same_dtype([source, *targets], what)
-    if any(target.numel() != source.numel() for target in targets):
-        counts = [target.numel() for target in targets]
-        raise UsageError(f"{what}: outputs of {counts} elements; expected {source.numel()} in each")
-    return Part(comm.gather_async(rows, root, name), lambda got: copy_apart(got.reshape(-1), targets))
+    source, targets = as_payload(tensor, what), [as_payload(output, what) for output in outputs]
+    if comm.rank == root:
+        require_count(outputs, comm.size, what)
+        _require_same_dtype([source, *targets], what)
+        if any(target.numel() != source.numel() for target in targets):
+            counts = [target.numel() for target in targets]
+            raise UsageError(f"{what}: outputs of {counts} elements; expected {source.numel()} in each")
+    shape = [1, source.numel()]
+    return _start(comm, "GATHER", [source], targets, shape, root=root, name=name_of_bytes(tensor))
 
 
 def scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor], root: int) -> Part:
-    """Gives rank i the i-th of the tensors of `root`, which are equally large."""
+    """Give rank i the i-th of the tensors of `root`, which are equally large."""
     what = "scatter"
-    target = as_payload(output, what)
+    target, sources = as_payload(output, what), [as_payload(tensor, what) for tensor in inputs]
     # The communicator lets the root alone decide on sizes: here, ranks know what they expect.
     name = f"{what} of {target.numel()} elements of {output.dtype} to each rank"
-    rows = None
     if comm.rank == root:
         require_count(inputs, comm.size, what)
-        sources = [as_payload(tensor, what) for tensor in inputs]
         _require_same_dtype([target, *sources], what)
         if any(source.numel() != target.numel() for source in sources):
             counts = [source.numel() for source in sources]
             raise UsageError(f"{what}: inputs of {counts} elements; expected {target.numel()} in each")
-        flat = joined(sources)
-        rows = torch.cat([each.reshape(-1) for each in sources]) if flat is None else flat
-        rows = rows.view(comm.size, target.numel())
-
-    def finish(block: Any) -> None:
-        got = torch.from_numpy(block) if isinstance(block, np.ndarray) else block
-        if target.dtype == torch.bfloat16 and got.dtype == torch.uint16:
-            got = got.view(torch.bfloat16)  # NumPy has no name for it
-        _set(target, got)
-
-    return Part(comm.scatter_async(rows, root, name), finish)
-
-
-def _mismatch(comm: Communicator, what: str, sent: object, expected: object) -> errors.MismatchError:
-    """What to raise where this rank alone sees that ranks disagree; the others are told by an abort."""
-    here = f"{what} on rank {comm.rank} ({comm.host})"
-    text = f"{here}: the ranks sent {sent} elements where it expects {expected}"
-    comm.abort(text)
-    return errors.MismatchError(text, rank=comm.rank, host=comm.host, operation=what)
+    return _start(comm, "SCATTER", sources, [target], [comm.size, target.numel()], root=root, name=name)
 
 
 def _require_rank(comm: Communicator, rank: int, what: str) -> None:
     if not 0 <= rank < comm.size:
         raise UsageError(f"{what}: there is no rank {rank} in this group of {comm.size}")
-
-
-def _set(target: Tensor, values: Tensor) -> None:
-    target.copy_(values.view(target.shape))
-
-
-def _apart_from(target: Tensor, source: Tensor) -> Tensor:
-    """The source, or a copy if it is a part of the target, as FSDP passes it."""
-    return source.clone() if _overlap(source, target) else source
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from multiring.arrays import require_memory
 from multiring.errors import UsageError
 from multiring.torch_distributed import DEVICES
 
@@ -13,13 +14,15 @@ __all__ = [
     "as_numbers",
     "as_payload",
     "copy_apart",
+    "is_copied_at_once",
     "joined",
     "name_of_bytes",
     "only_cuda_device",
     "require_apart",
     "require_count",
     "resolved",
-    "room_like",
+    "span_of",
+    "storage_key",
 ]
 
 # Those that the core computes with and moves; others are moved as bytes.
@@ -41,19 +44,24 @@ _KNOWN = {
 
 
 def _plain(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """The tensor without gradient and subclass; complex numbers as pairs of real ones."""
+    """Return the tensor without gradient and subclass; complex numbers as pairs of real ones."""
+    if hasattr(type(tensor), "trigger_wait"):  # an AsyncCollectiveTensor
+        tensor = tensor.trigger_wait()
     if tensor.device.type not in DEVICES:
         raise UsageError(
             f"{what} of a tensor on {tensor.device}: the backend 'multiring' takes tensors of "
             f"{' and '.join(DEVICES)}; pass tensor.cpu(), or make the group with another backend"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        kind = "quantised" if tensor.is_quantized else layout
         raise UsageError(f"{what} of a {kind} tensor is not supported by the backend 'multiring'")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        require_memory(tensor.detach())
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_numbers(tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -99,20 +107,34 @@ def name_of_bytes(tensor: torch.Tensor) -> str | None:
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself; or, where its elements are to be taken as negated or conjugated, a copy that has
-    them so: memory that is written to for it would hold something else than its elements. Also a copy of one
-    with gaps on a CUDA device, into which the core itself would copy on whatever stream is current then."""
-    if tensor.is_neg() or tensor.is_conj():
+    """Return the tensor itself, or a copy where the core cannot write to its memory: of conjugated numbers,
+    and on a CUDA device of a tensor with gaps or of negatives."""
+    if tensor.is_conj() or (tensor.is_cuda and tensor.is_neg()):
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_contiguous():
         return tensor.detach().contiguous()
     return tensor
 
 
-def room_like(tensor: torch.Tensor, *shape: int) -> torch.Tensor | None:
-    """Memory for a result beside a tensor on a CUDA device: the core itself would allocate it outside of
-    Torch's pool, which is slow, and fails where that has all. None: for one on the host the core does."""
-    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device) if tensor.is_cuda else None
+def is_copied_at_once(tensor: torch.Tensor) -> bool:
+    """Return whether an operation may read a copy of the tensor that was made when it was submitted."""
+    return tensor.is_cuda or tensor.is_conj()
+
+
+def span_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory from the first to the last element of a strided tensor, as a flat tensor."""
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.conj() if plain.is_conj() else plain)
+    steps = zip(plain.shape, plain.stride(), strict=True)
+    length = 1 + sum((extent - 1) * step for extent, step in steps) if plain.numel() else 0
+    flat = plain.as_strided((length,), (1,))
+    return flat if flat.dtype in _KNOWN else flat.view(torch.uint8)
+
+
+def storage_key(tensor: torch.Tensor) -> object:
+    """Return what tensors have in common that share memory."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def require_apart(tensor: torch.Tensor, what: str) -> None:

@@ -117,6 +117,11 @@ class GroupWork(dist.Work):
             raise self._error
         return True
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the outputs are there, or have been found to fail."""
+        return self._ended
+
     def synchronize(self) -> None:
         """`wait`, which leaves nothing for a stream to wait for."""
         self.wait()

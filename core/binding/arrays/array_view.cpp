@@ -123,6 +123,7 @@ ArrayView::ArrayView(py::handle object, bool writable) {
   else
     throw_usage("expected an array (NumPy, or anything with the buffer protocol or DLPack), got " +
                 type_name(object));
+  require_memory(object);
 }
 
 ArrayView::~ArrayView() { release(); }
@@ -139,8 +140,10 @@ ArrayView& ArrayView::operator=(ArrayView&& other) noexcept {
   dtype_ = other.dtype_;
   dims_ = other.dims_;
   shape_ = other.shape_;
+  strides_ = other.strides_;
   count_ = other.count_;
   contiguous_ = other.contiguous_;
+  is_negated_ = other.is_negated_;
   return *this;
 }
 
@@ -182,8 +185,8 @@ void ArrayView::take_dlpack(py::handle object, bool writable) {
       throw_usage("cannot write to a read-only array of type " + type_name(object));
     return take_tensor(object, shared_->tensor);
   }
-  // As little as of one with gaps do the elements lie there.
-  if (holds_negatives(object.ptr())) contiguous_ = false;
+  is_negated_ = holds_negatives(object.ptr());
+  if (is_negated_) contiguous_ = false;
   std::int32_t type = 0;
   Buffer where{.kind = MemoryKind::kDevice};
   try {
@@ -295,9 +298,41 @@ void ArrayView::take_array_interface(py::handle object, bool writable) {
 }
 
 // A null pointer means "no output given"; an empty array may have one as well.
-std::byte* ArrayView::empty_address() {
+void ArrayView::require_memory(py::handle object) {
   static std::byte nothing{};
-  return &nothing;
+  if (count_ == 0) {
+    if (memory_.address == nullptr) memory_.address = &nothing;
+    return;
+  }
+  const StridedView view = described();
+  const std::optional<Storage> storage = storage_of(object.ptr());
+  const bool is_emptied = storage && storage->bytes == 0;
+  if (!is_emptied && (memory_.address == nullptr || (storage && storage->data == nullptr)))
+    throw_usage("an array of type " + type_name(object) +
+                " has no memory of its own: pass the array that it stands for, such as x.to_local() of a "
+                "DTensor");
+  if (storage && !storage->holds(view.lowest(), view.extent()))
+    throw_usage("an array of type " + type_name(object) + " has elements in " +
+                std::to_string(view.extent()) + " bytes, of which its storage of " +
+                std::to_string(storage->bytes) +
+                " bytes does not have all: it was given back or shortened, as FSDP does between uses of a "
+                "parameter");
+}
+
+StridedView ArrayView::described() const {
+  StridedView view{.data = memory_.address, .dtype = dtype_, .dims = dims_, .is_negated = is_negated_};
+  for (std::size_t dim = 0; dim < static_cast<std::size_t>(dims_); ++dim) {
+    view.shape[dim] = static_cast<std::int64_t>(shape_[dim]);
+    view.strides[dim] = strides_[dim];
+  }
+  return view;
+}
+
+StridedView ArrayView::strided() const {
+  if (memory_.on_device()) throw_usage("the elements of an array on a device do not lie in C order");
+  if (is_negated_ && !is_floating(dtype_))
+    throw_usage("an array of integers holds the negatives of its elements; pass x.resolve_neg()");
+  return described();
 }
 
 bool overlap_in_part(const ArrayView& a, const ArrayView& b) {
@@ -310,7 +345,6 @@ void ArrayView::set_layout(int dims, const std::int64_t* shape, const std::int64
   if (dims > Descriptor::kMaxDims)
     throw_usage("arrays of more than " + std::to_string(Descriptor::kMaxDims) +
                 " dimensions are not supported; reshape it");
-  if (memory_.address == nullptr) memory_.address = empty_address();
   dims_ = dims;
   count_ = 1;
   for (int dim = 0; dim < dims; ++dim) {
@@ -318,10 +352,11 @@ void ArrayView::set_layout(int dims, const std::int64_t* shape, const std::int64
     count_ *= static_cast<std::uint64_t>(shape[dim]);
   }
   memory_.bytes = bytes();
-  if (byte_strides == nullptr || count_ <= 1) return;
   auto expected = static_cast<std::int64_t>(dtype_size(dtype_));
   for (int dim = dims - 1; dim >= 0; --dim) {
-    if (shape[dim] != 1 && byte_strides[dim] != expected) contiguous_ = false;
+    const std::int64_t stride = byte_strides == nullptr ? expected : byte_strides[dim];
+    strides_[static_cast<std::size_t>(dim)] = stride;
+    if (shape[dim] != 1 && count_ > 1 && stride != expected) contiguous_ = false;
     expected *= shape[dim];
   }
 }

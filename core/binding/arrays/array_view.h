@@ -24,8 +24,8 @@ namespace py = pybind11;
 class ArrayView {
  public:
   ArrayView() = default;
-  /// Raises a usage error that names the object's type if it is no array of a known dtype, or lies where
-  /// nothing here can reach it.
+  /// Raises a usage error that names the object's type if it is no array of a known dtype, lies where nothing
+  /// here can reach it, or its memory does not hold all its elements.
   ArrayView(py::handle object, bool writable);
   ~ArrayView();
   ArrayView(ArrayView&& other) noexcept;
@@ -41,6 +41,8 @@ class ArrayView {
   std::size_t bytes() const { return count_ * dtype_size(dtype_); }
   /// Whether the elements, and not their negatives, lie one after the other in C order.
   bool contiguous() const { return contiguous_; }
+  /// The array as one that need not be contiguous; a usage error where it is on a device.
+  StridedView strided() const;
   /// Writes dtype, shape and extents into a descriptor, whose kind is set.
   void describe_in(Descriptor& descriptor) const;
 
@@ -54,7 +56,8 @@ class ArrayView {
   void take_array_interface(py::handle object, bool writable);
   void set_layout(int dims, const std::int64_t* shape, const std::int64_t* byte_strides);
   void release();
-  static std::byte* empty_address();
+  StridedView described() const;
+  void require_memory(py::handle object);
 
   Py_buffer buffer_{};   // held if buffer_.obj is set
   SharedTensor shared_;  // else this
@@ -63,14 +66,16 @@ class ArrayView {
   DType dtype_ = DType::kUInt8;
   int dims_ = 0;
   std::array<std::uint64_t, Descriptor::kMaxDims> shape_{};
+  std::array<std::int64_t, Descriptor::kMaxDims> strides_{};  // in bytes
   std::uint64_t count_ = 0;
   bool contiguous_ = true;
+  bool is_negated_ = false;
 };
 
 /// Of an element that the core can reduce.
 std::optional<DType> dlpack_dtype(const dlpack::DataType& type);
 
-/// Whether two arrays share memory without beginning at the same element.
+/// Whether two contiguous arrays share memory without beginning at the same element.
 bool overlap_in_part(const ArrayView& a, const ArrayView& b);
 
 [[noreturn]] void throw_usage(const std::string& message);

@@ -37,13 +37,32 @@ const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
   return api != nullptr && api->describe != nullptr ? api : nullptr;
 }
 
+/// Whether the storage of a tensor in host memory has all its elements. Strides are not negative there.
+bool is_stored(PyObject* object, const dlpack::Tensor& tensor) {
+  std::size_t last = 0;  // element
+  for (int dim = 0; dim < tensor.dims; ++dim) {
+    if (tensor.shape[dim] == 0) return true;
+    const std::int64_t stride = tensor.strides == nullptr ? 0 : tensor.strides[dim];
+    last += static_cast<std::size_t>((tensor.shape[dim] - 1) * stride);
+  }
+  if (tensor.strides == nullptr) {
+    last = 1;
+    for (int dim = 0; dim < tensor.dims; ++dim) last *= static_cast<std::size_t>(tensor.shape[dim]);
+    --last;
+  }
+  const auto* const begin = static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
+  const std::optional<Storage> storage = storage_of(object);
+  return tensor.data != nullptr &&
+         (!storage || storage->holds(begin, (last + 1) * (tensor.dtype.bits / 8U) * tensor.dtype.lanes));
+}
+
 bool describe(const dlpack::ExchangeApi* api, PyObject* object, dlpack::Tensor* tensor) {
   if (requires_gradient(object)) return false;
   if (api->describe(object, tensor) != 0) {
     PyErr_Clear();  // sparse, or on a device that DLPack does not know
     return false;
   }
-  return tensor->device.type == dlpack::kCpu && !holds_negatives(object);
+  return tensor->device.type == dlpack::kCpu && !holds_negatives(object) && is_stored(object, *tensor);
 }
 
 }  // namespace
@@ -51,6 +70,27 @@ bool describe(const dlpack::ExchangeApi* api, PyObject* object, dlpack::Tensor* 
 bool holds_negatives(PyObject* object) {
   static PyObject* const name = interned("is_neg");
   return is_true(object, name, true);
+}
+
+std::optional<Storage> storage_of(PyObject* object) {
+  static PyObject* const storage_name = interned("untyped_storage");
+  static PyObject* const data_name = interned("data_ptr");
+  PyObject* const method = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), storage_name);
+  if (method == nullptr) return PyErr_Clear(), std::nullopt;
+  PyObject* const storage = PyObject_CallOneArg(method, object);
+  Py_DECREF(method);
+  Storage found{nullptr, Storage::kUnknown};
+  if (storage != nullptr) {
+    const Py_ssize_t bytes = PyObject_Size(storage);
+    PyObject* const address = bytes < 0 ? nullptr : PyObject_CallMethodNoArgs(storage, data_name);
+    if (address != nullptr) {
+      found = {static_cast<const std::byte*>(PyLong_AsVoidPtr(address)), static_cast<std::size_t>(bytes)};
+      Py_DECREF(address);
+    }
+    Py_DECREF(storage);
+  }
+  PyErr_Clear();
+  return found;
 }
 
 bool describe_plainly(PyObject* object, dlpack::Tensor* tensor) {

@@ -2,7 +2,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "binding/arrays/dlpack.h"
 
@@ -11,12 +14,27 @@ namespace multiring::binding {
 /// Whether the memory holds the negatives of the elements, of which DLPack does not tell.
 bool holds_negatives(PyObject* object);
 
+/// The memory that a tensor's storage has now, of which the tensor's own extents do not tell.
+struct Storage {
+  static constexpr std::size_t kUnknown = SIZE_MAX;
+
+  const std::byte* data;
+  std::size_t bytes;  ///< kUnknown: the array has no memory, because it stands for others
+
+  bool holds(const std::byte* begin, std::size_t extent) const {
+    return begin >= data && extent <= bytes && begin - data <= static_cast<std::ptrdiff_t>(bytes - extent);
+  }
+};
+
+/// The storage of an array by `untyped_storage()`; none where its library has no such thing.
+std::optional<Storage> storage_of(PyObject* object);
+
 /// Address, dtype and layout of an array in the host's memory, by DLPack's exchange API: no Python object is
 /// made and no reference taken, so it holds as long as the caller's reference and the array is left as it is.
 ///
 /// False, and no Python error: the array's own type (a base of it does not count: what else a derived class
 /// means by its arrays is not known here) has no such API, the array lies elsewhere or requires a gradient,
-/// or its memory does not hold its elements.
+/// its memory holds something else than its elements, or its storage not all of them.
 bool describe_plainly(PyObject* object, dlpack::Tensor* tensor);
 
 /// The first element of an array in the host's memory whose own type has that API, whatever else it is; 0:
