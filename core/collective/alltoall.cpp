@@ -74,7 +74,7 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
                 "MULTIRING_STAGING_BYTES is too small for an alltoall of " + std::to_string(size) + " ranks");
 
   operation.descriptor.key.algorithm = exchange.plans().rules_hash(Collective::kAlltoall);
-  publish_room(operation);
+  if (operation.expected.empty()) publish_room(operation);  // or this rank itself knows more than its room
   exchange.match(call, operation.descriptor, [&] {
     std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);
     exchange.staged(table_bytes);
