@@ -16,11 +16,7 @@ from multiring.horovod.torch.adasum_optimizer import AdasumStep
 from multiring.horovod.torch.compression import Compression, Compressor
 from multiring.horovod.torch.handles import forget, result_of
 from multiring.horovod.torch.options import OptimizerOptions, load_shared
-from multiring.horovod.torch.reduces import (
-    allreduce_async_,
-    grouped_allreduce_async_,
-    start_sparse_allreduce,
-)
+from multiring.horovod.torch.reduces import allreduce_gradients, start_sparse_allreduce
 from multiring.torch.streams import used_here, wait_for_stream
 
 __all__ = ["DistributedOptimizer"]
@@ -194,14 +190,9 @@ class _Distributed(torch.optim.Optimizer):
         options = self._options
         pairs = [options.compression.compress(p.grad.contiguous()) for p in parameters if p.grad is not None]
         tensors = [tensor for tensor, _ in pairs]
-        names = [self._names.get(p) for p in parameters]
+        names = [self._names.get(p, "") for p in parameters]
         scale = 1 / options.predivide, options.predivide
-        if len(tensors) == 1:
-            handle = allreduce_async_(tensors[0], None, names[0], options.op, *scale, options.process_set)
-        else:
-            handle = grouped_allreduce_async_(
-                tensors, None, names[0], options.op, *scale, options.process_set
-            )
+        handle = allreduce_gradients(tensors, names, options.op, scale, options.process_set)
 
         def wait() -> list[torch.Tensor]:
             result_of(handle)
