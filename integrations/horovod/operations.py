@@ -212,6 +212,10 @@ class Operations:
         """
         return call_meanwhile(call, lambda: self._look_after(self._sets))
 
+    def abort(self, message: str) -> None:
+        """Fail all operations of the set on all ranks, from now on, with an error of this rank."""
+        self._base.abort(message)
+
     def close(self) -> None:
         """Ends this rank's part; what is pending fails. No collective."""
         if self in self._sets:
