@@ -58,6 +58,7 @@ class Operations:
     Attributes:
         rank: Rank of this process in the set.
         size: Number of ranks of the set.
+        host: Name of this rank's host.
         joining: Whether this rank has joined.
     """
 
@@ -69,7 +70,7 @@ class Operations:
             title: Name of the set in messages.
             world: The operations of all ranks; None: these are they.
         """
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size, self.host = comm.rank, comm.size, comm.host
         self.joining = Joining()
         self._title = title
         self._base = whole_of(comm)

@@ -14,6 +14,7 @@ from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average
 from multiring.horovod.torch.adasum_optimizer import AdasumStep
 from multiring.horovod.torch.compression import Compression, Compressor
+from multiring.horovod.torch.drift import DriftCheck
 from multiring.horovod.torch.handles import forget, result_of
 from multiring.horovod.torch.options import OptimizerOptions, load_shared
 from multiring.horovod.torch.reduces import allreduce_gradients, start_sparse_allreduce
@@ -63,6 +64,7 @@ class _Distributed(torch.optim.Optimizer):
         self._group_of = {p: group for group in options.groups for p in group}
         self._passes: Counter[Parameter] = Counter()
         self._incoming = Incoming()
+        self._drift = DriftCheck(self, options)
         self._streams: dict[Parameter, torch.cuda.Stream] = {}  # on which autograd has made gradients
         self._reductions: list[_Started] = []
         self._reduced: set[Parameter] = set()
@@ -84,12 +86,14 @@ class _Distributed(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: The program has changed gradients since `backward()`. On all ranks.
+            MismatchError: Parameters or hyperparameters differ over ranks. On all ranks.
         """
         if not self._takes_part:
             self._is_synchronized = True
             return
         submitted = [gradient for each in self._reductions for gradient in each.submitted]
-        for parameter in self._required():
+        required = self._required()
+        for parameter in required:
             if parameter not in self._reduced:
                 self._start(parameter, is_late=True)
         started, self._reductions = self._reductions, []
@@ -97,6 +101,9 @@ class _Distributed(torch.optim.Optimizer):
         self._passes.clear()
         self._incoming.clear()
         check_unchanged(submitted, self._names, self._options.process_set)
+        for each in started:
+            if any(gradient.parameter is required[0] for gradient in each.submitted):
+                self._drift.begin(each.handles[0])
         failure: Exception | None = None
         for each in started:
             try:
@@ -106,6 +113,8 @@ class _Distributed(torch.optim.Optimizer):
                 failure = failure or error  # the others are waited for, or their names stay in flight
         if failure is not None:
             raise failure
+        if started:
+            self._drift.run()
         self._is_synchronized = True
 
     @contextmanager
@@ -126,7 +135,9 @@ class _Distributed(torch.optim.Optimizer):
             self.synchronize()
         self._is_synchronized = False
         if closure is None or not synchronizes:
-            return super().step(closure)
+            loss = super().step(closure)
+            self._drift.note()
+            return loss
 
         def synchronized() -> Any:
             loss = closure()
@@ -134,6 +145,7 @@ class _Distributed(torch.optim.Optimizer):
             return loss
 
         loss = super().step(synchronized)
+        self._drift.note()
         self._is_synchronized = False
         return loss
 
