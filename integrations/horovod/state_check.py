@@ -13,7 +13,7 @@ from multiring.errors import MismatchError
 from multiring.horovod import basics
 from multiring.horovod.host_calls import Asked, start
 from multiring.horovod.process_sets import ProcessSet
-from multiring.state.check import Description, StateCheck
+from multiring.state.check import Description, Scope, StateCheck, scope_at
 
 __all__ = ["SetCheck"]
 
@@ -100,13 +100,14 @@ class SetCheck:
             return
         # Numbers come first: another learning rate makes other parameters.
         try:
-            check.compare([*numbers(), *entries()])
+            check.compare([*numbers(), *(entries() if check.compares_arrays else ())])
         except MismatchError:
             check.compare([*numbers(), *(entries() if noted is None else noted)])
 
     def note(self, step: int, entries: Callable[[], Entries]) -> None:
         """Take note of entries at the end of a step."""
-        if self._check is not None:
+        is_due = scope_at(step + 1, basics.check_every()) is Scope.EVERYTHING
+        if is_due and self._check is not None:
             self._noted = self._check.describe_for_next(entries(), step + 1)
 
     def _check_for(self, name: str) -> StateCheck:

@@ -101,7 +101,7 @@ class _Distributed(torch.optim.Optimizer):
         self._passes.clear()
         self._incoming.clear()
         check_unchanged(submitted, self._names, self._options.process_set)
-        for each in started:
+        for each in started if required else ():
             if any(gradient.parameter is required[0] for gradient in each.submitted):
                 self._drift.begin(each.handles[0])
         failure: Exception | None = None

@@ -120,7 +120,8 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _is_scaler_stepping() -> bool:
     """Whether GradScaler.step is under way, which divides gradients without a count of these writes."""
-    frame, code = sys._getframe(1), torch.amp.GradScaler._maybe_opt_step.__code__
+    frame = sys._getframe(1)
+    code = getattr(getattr(torch.amp.GradScaler, "_maybe_opt_step", None), "__code__", None)
     for _ in range(_MAX_FRAMES):
         if frame.f_back is None:
             return False
