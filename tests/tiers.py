@@ -18,7 +18,9 @@ FULL = {
     "adapters": [
         "caffe/test_caffe_state.py",
         "chainer/test_chainer_jobs.py",
+        "horovod/test_horovod_drift.py",
         "horovod/test_horovod_elastic.py",
+        "horovod/test_horovod_missing_gradients.py",
         "horovod/test_horovod_optimizer.py",
         "horovod/test_horovod_tensorflow_training.py",
         "jax/test_jax_correctness.py",
@@ -89,6 +91,8 @@ FULL = {
 # Tests of those files that `make test` runs as well: one of each launcher, of each way to several hosts, of
 # each framework's example and of each front door.
 SMOKE: dict[str, list[str]] = {
+    "adapters/horovod/test_horovod_drift.py": ["test_a_forgotten_broadcast"],
+    "adapters/horovod/test_horovod_missing_gradients.py": ["test_gradients_of_different_variables[tape]"],
     "adapters/horovod/test_horovod_optimizer.py": ["test_training[two groups-3]"],
     "adapters/test_examples.py": [
         f"test_an_example_learns_the_digits[{framework}_digits.py]" for framework in ("chainer",)

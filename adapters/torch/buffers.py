@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import torch
 from multiring.arrays import checksum as bytes_checksum
+from multiring.arrays import require_memory
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 
@@ -86,16 +87,23 @@ def as_tensor(data: NDArray[np.uint8], dtype: str) -> torch.Tensor:
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """The values of a tensor, as bytes where NumPy has no such dtype."""
     tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    data = byte_view(tensor)
     try:
         array: NDArray[Any] = tensor.numpy()
     except TypeError:  # NumPy has no such dtype
-        array = byte_view(tensor)
+        return data
     return array
 
 
 def byte_view(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Memory of a contiguous CPU tensor of any dtype as bytes. Shape (nbytes,)."""
-    data: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    """Return the memory of a contiguous CPU tensor of any dtype as bytes, shape (nbytes,).
+
+    Raises:
+        UsageError: It does not hold the elements: its storage was given back, or the tensor has none.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    require_memory(flat)  # or NumPy would make new memory
+    data: NDArray[np.uint8] = flat.numpy()
     return data
 
 

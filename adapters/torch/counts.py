@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from multiring import _core
 
-__all__ = ["has_own_memory", "is_held_by_graph", "plain_gradients", "version"]
+__all__ = ["has_own_memory", "is_held_by_graph", "is_reducible_in_place", "plain_gradients", "version"]
 
 Tensor = torch.Tensor
 
@@ -27,6 +27,20 @@ def version(tensor: Tensor) -> int:
 def has_own_memory(tensor: Tensor) -> bool:
     """Whether no other tensor is known to share its memory."""
     return _storage_users(tensor) == _ALONE
+
+
+def is_reducible_in_place(gradient: Tensor) -> bool:
+    """Whether a reduction may write to the memory of a gradient.
+
+    No other tensor and no graph has that memory, and it holds the elements as they are.
+    """
+    return (
+        gradient.layout is torch.strided
+        and not gradient.requires_grad
+        and not gradient.is_neg()
+        and not gradient.is_conj()
+        and has_own_memory(gradient)
+    )
 
 
 def plain_gradients(count: int) -> _core.TensorGradients:

@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
+from multiring.arrays import require_memory
 from multiring.errors import UsageError
 from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.torch.buffers import dense_strides, overlaps_itself
-from multiring.torch.counts import has_own_memory, plain_gradients, version
+from multiring.torch.counts import is_reducible_in_place, plain_gradients, version
 from multiring.torch.streams import wait_for_stream
 
-__all__ = ["GradientPlacement", "Parameters"]
+__all__ = ["GradientPlacement", "Parameters", "is_replaceable"]
 
 Tensor = torch.Tensor
 _STRIDED = torch.strided
@@ -44,7 +45,6 @@ class _Form:
     shape: torch.Size
     stride: tuple[int, ...]
     is_contiguous: bool
-    is_complex: bool
     is_sparse: bool
 
     @classmethod
@@ -52,7 +52,7 @@ class _Form:
         shape, stride = parameter.shape, dense_strides(parameter)
         is_contiguous = torch.empty_strided(shape, stride, device="meta").is_contiguous()
         device, dtype = parameter.device, parameter.dtype
-        return cls(device, dtype, shape, stride, is_contiguous, parameter.is_complex(), is_sparse)
+        return cls(device, dtype, shape, stride, is_contiguous, is_sparse)
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -89,6 +89,19 @@ class _Reduced(NamedTuple):
     def is_tensor(self, gradient: Tensor) -> bool:
         """Whether this is the tensor, which may have been written to since."""
         return self.tensor() is gradient and self.address == _address(gradient)
+
+
+def is_replaceable(gradient: Tensor, incoming: int | None) -> bool:
+    """Whether a reduced copy may take the place of a gradient.
+
+    Otherwise the program may look for the result in the memory that it has put into `parameter.grad`.
+
+    Args:
+        gradient: What the parameter has.
+        incoming: Address of what autograd has accumulated: a gradient there was made by autograd.
+    """
+    is_usable = gradient.layout is _STRIDED and not gradient.requires_grad
+    return not is_usable or overlaps_itself(gradient) or incoming == _address(gradient)
 
 
 class GradientPlacement:
@@ -156,22 +169,20 @@ class GradientPlacement:
             raise self._has_become(number, gradient)
         if form.is_sparse:
             return IN_SLOT
+        if gradient.layout is _STRIDED and not gradient.is_conj():
+            plain = gradient.detach()
+            require_memory(torch.view_as_real(plain) if form.is_complex else plain)
         if self._streams and (made_on := self._streams.get(number)) is not None:
             wait_for_stream(made_on)
-        is_usable = gradient.layout is _STRIDED and not gradient.requires_grad
-        if (
-            is_usable
-            and (gradient.is_contiguous() if form.is_contiguous else gradient.stride() == form.stride)
-            and not gradient.is_neg()
-            and not (form.is_complex and gradient.is_conj())
-            and has_own_memory(gradient)
+        if is_reducible_in_place(gradient) and (
+            gradient.is_contiguous() if form.is_contiguous else gradient.stride() == form.stride
         ):
             buffer, now = form.buffer_at(gradient), version(gradient)
             self._remember(number, _Reduced(weakref.ref(gradient), buffer.address, now, None))
             self._in_place[number] = gradient, now
             return buffer
         incoming = self.plain.incoming(number) or self._incoming.get(number)
-        is_own = not is_usable or overlaps_itself(gradient) or incoming == _address(gradient)
+        is_own = is_replaceable(gradient, incoming)
         known = None if is_own else self._known(number)
         values = form.empty() if known is None or known.values is None else known.values
         values.copy_(gradient.detach().to_dense())

@@ -247,6 +247,9 @@ void bind_operation(py::module_& module) {
   module.def(
       "address_of", [](const py::array& array) { return reinterpret_cast<std::uintptr_t>(array.data()); },
       py::arg("array"), "Address of the first element.");
+  module.def(
+      "require_memory", [](const py::object& array) { const ArrayView view(array, false); }, py::arg("array"),
+      "Raises a usage error if the memory of an array does not hold its elements, or it has none.");
   module.def("copy_streaming", &copy_addresses_streaming, py::arg("to"), py::arg("source"), py::arg("nbytes"),
              "Copies memory, given by addresses, past the caches.");
   add_values(py::enum_<OpKind>(module, "OpKind"), OpKind::kSend, static_cast<int>(OpKind::kCount),

@@ -16,6 +16,7 @@ __all__ = [
     "STREAMING_BYTES",
     "Pieces",
     "address_of",
+    "arrived",
     "as_array",
     "checksum",
     "contiguous",
@@ -80,12 +81,16 @@ def as_array(x: Any) -> Array:
     if isinstance(x, np.ndarray):
         return x
     if not isinstance(x, _PLAIN):
-        # The result of a functional collective, which may be on its way yet.
-        return without_gradient(x.trigger_wait() if hasattr(type(x), "trigger_wait") else x)
+        return without_gradient(arrived(x))
     try:
         return np.asarray(x)
     except ValueError as error:
         raise UsageError(f"a {type(x).__name__} does not make an array: {error}") from None
+
+
+def arrived(x: Array) -> Array:
+    """Return the array itself, or what a result of a functional collective that is on its way has become."""
+    return x.trigger_wait() if hasattr(type(x), "trigger_wait") else x
 
 
 def without_gradient(x: Array) -> Array:
@@ -235,7 +240,7 @@ def set_output(operation: _core.Operation, out: Array) -> Callable[[Any], Array]
 def require_memory(x: Array) -> None:
     """Raise UsageError if an array has no memory of its own, such as a tensor that stands for others, or if
     its memory does not hold all its elements."""
-    _core.Operation(_core.OpKind.SEND).set_input(x)
+    _core.require_memory(x)
 
 
 def set_arrays(operation: _core.Operation, x: Array, out: Array | None) -> Callable[[Any], Array]:

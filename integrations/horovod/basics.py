@@ -14,11 +14,13 @@ from multiring.horovod.operations import Operations
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.request import Request
 from multiring.horovod.submissions import start_barrier
+from multiring.state.check import agreed_interval
 
 __all__ = [
     "add_process_set",
     "at_shutdown",
     "ccl_built",
+    "check_every",
     "communicator",
     "cross_rank",
     "cross_size",
@@ -57,6 +59,7 @@ class _Job:
         self.comm = comm
         self.is_ours = is_ours  # and not the world of a program that calls multiring.init() itself
         self.is_homogeneous = len(set(comm.allgather_object(comm.local_size))) == 1
+        self.check_every = agreed_interval(comm)
         self.is_dynamic = os.environ.get(_DYNAMIC, "") in ("1", "true")
         self.sets: dict[int, ProcessSet] = {}
         self.next_id = 0
@@ -123,6 +126,11 @@ def at_shutdown(call: Callable[[], object]) -> None:
 def communicator() -> Communicator | None:
     """The ranks of the job, between `init` and `shutdown`."""
     return None if _job is None else _job.comm
+
+
+def check_every() -> int:
+    """Return the steps between two checks that ranks have the same state, as `init` has agreed; 0: never."""
+    return _current().check_every
 
 
 def _current() -> _Job:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from multiring.horovod.adasum import adasum
 from multiring.horovod.operations import Operations, Start
 from multiring.horovod.process_sets import ProcessSet
-from multiring.horovod.request import Request
+from multiring.horovod.request import Request, Source
 from multiring.horovod.started import Finish, Started, submit_all
 from multiring.horovod.submissions import (
     check_reducescatter,
@@ -48,6 +48,7 @@ class Asked:
         postscale: Factor for the result.
         root: Of a broadcast, as a rank of the job.
         is_group: Whether the tensors fail together.
+        sources: Variables whose gradients the tensors are, if they are gradients of variables.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Asked:
     postscale: float = 1.0
     root: int = -1
     is_group: bool = False
+    sources: tuple[Source, ...] = ()
 
     def text(self) -> str:
         """It, for the attribute of a node."""
@@ -65,7 +67,8 @@ class Asked:
     @lru_cache
     def of(text: str) -> Asked:
         """What `text` was called for."""
-        return Asked(**json.loads(text))
+        fields = json.loads(text)
+        return Asked(**{**fields, "sources": tuple(Source(**each) for each in fields["sources"])})
 
 
 def start(
@@ -104,6 +107,7 @@ class _Call:
             *(self.asked.kind, name, array.dtype.name, array.shape),
             *(self.asked.op, self.asked.prescale, self.asked.postscale, self.asked.root),
             group=self._group if self.asked.is_group else "",
+            sources=self.asked.sources,
         )
 
     def submit(self, starts: Sequence[Callable[[Request], Start]], finish: Finish) -> Started:

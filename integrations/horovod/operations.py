@@ -58,6 +58,7 @@ class Operations:
     Attributes:
         rank: Rank of this process in the set.
         size: Number of ranks of the set.
+        host: Name of this rank's host.
         joining: Whether this rank has joined.
     """
 
@@ -69,7 +70,7 @@ class Operations:
             title: Name of the set in messages.
             world: The operations of all ranks; None: these are they.
         """
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size, self.host = comm.rank, comm.size, comm.host
         self.joining = Joining()
         self._title = title
         self._base = whole_of(comm)
@@ -82,13 +83,18 @@ class Operations:
         self._pending: dict[Key, Pending] = {}
         self._counts: Counter[str] = Counter()  # of those with a name
         self._unnamed = 0
+        self._of_last_number: set[Key] = set()  # operations whose names have the number `_unnamed`
         self._meetings = 0
         self._sets.append(self)  # last: the thread that waits meanwhile looks at it from here on
 
     def auto_name(self) -> str:
-        """A name for an operation that has none: a counter, the same on ranks that call the same."""
+        """Return a name for an operation that has none: a counter, the same on ranks that call the same.
+
+        Names of several operations of one call may begin with it: `f"{name}.{k}"`.
+        """
         with self._lock:
             self._unnamed += 1
+            self._of_last_number.clear()
             return f"{UNNAMED}{self._unnamed}"
 
     def submit(self, request: Request, start: Start) -> Pending:
@@ -207,6 +213,10 @@ class Operations:
         """
         return call_meanwhile(call, lambda: self._look_after(self._sets))
 
+    def abort(self, message: str) -> None:
+        """Fail all operations of the set on all ranks, from now on, with an error of this rank."""
+        self._base.abort(message)
+
     def close(self) -> None:
         """Ends this rank's part; what is pending fails. No collective."""
         if self in self._sets:
@@ -215,8 +225,11 @@ class Operations:
 
     def _add(self, pending: Pending) -> None:
         self._pending[pending.key] = pending
-        if auto_number(pending.key[0]) is None:  # the others come once each, and would be counted for ever
+        number = auto_number(pending.key[0])
+        if number is None:  # the others come once each, and would be counted for ever
             self._counts[pending.key[0]] += 1
+        elif number == self._unnamed:
+            self._of_last_number.add(pending.key)
 
     def _ended(self, pending: Pending, result: Any) -> Any:
         with self._lock:
@@ -228,7 +241,8 @@ class Operations:
         name, before = key
         number = auto_number(name)
         if number is not None:
-            return number <= self._unnamed or self.joining.has_given(key)
+            is_submitted = number < self._unnamed or key in self._of_last_number
+            return is_submitted or self.joining.has_given(key)
         return self._counts[name] > before
 
     def _look_after(self, sets: list[Operations]) -> None:

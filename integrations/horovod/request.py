@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 
-__all__ = ["Request", "join_refusal", "mismatch", "reduction_request"]
+__all__ = ["Request", "Source", "join_refusal", "mismatch", "reduction_request"]
 
 # Kinds whose first extents may differ over ranks.
 _UNEVEN = frozenset({"allgather", "alltoall"})
 _REDUCTIONS = frozenset({"allreduce", "reducescatter"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """The variable whose gradient an operation reduces.
+
+    Attributes:
+        number: Position in the list of variables, from 1.
+        count: Length of that list.
+        kind: The part of the variable's name that is the same in every process.
+        is_present: Whether this rank has a gradient; otherwise it is None.
+        title: The variable's name in this process. The ranks do not compare it.
+    """
+
+    number: int
+    count: int
+    kind: str
+    is_present: bool
+    title: str = field(compare=False)
+
+    @property
+    def asked(self) -> str:
+        """All that has to be the same on all ranks, as one text."""
+        return f"{'gradient' if self.is_present else 'None'} {self.number}/{self.count} {self.kind}"
+
+    def __str__(self) -> str:
+        article = "a" if self.is_present else "no"
+        return f"{article} gradient of variable '{self.title}' ({self.number} of {self.count})"
 
 
 @dataclass(frozen=True)
@@ -27,6 +56,7 @@ class Request:
         postscale: Factor for the result.
         root: Of a broadcast, as a rank of the job.
         group: What the other operations of a grouped call are; all of them fail together.
+        sources: Variables whose gradients are reduced, if the tensors of the call are gradients of variables.
     """
 
     kind: str
@@ -38,6 +68,7 @@ class Request:
     postscale: float = 1.0
     root: int = -1
     group: str = ""
+    sources: tuple[Source, ...] = ()
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -50,7 +81,8 @@ class Request:
         scale = f" x{self.prescale!r} x{self.postscale!r}" if self.kind in _REDUCTIONS else ""
         root = f" from {self.root}" if self.kind == "broadcast" else ""
         group = f" of {self.group}" if self.group else ""
-        return f"{self.name} {list(self.extents)} {self.op}{scale}{root}{group}"
+        sources = "".join(f" {source.asked}" for source in self.sources)
+        return f"{self.name} {list(self.extents)} {self.op}{scale}{root}{group}{sources}"
 
 
 @lru_cache(4096)
@@ -59,6 +91,16 @@ def reduction_request(
 ) -> Request:
     """A request for an allreduce. The same gradients come in every step: theirs are made once."""
     return Request("allreduce", name, dtype, shape, *asked, group=group)
+
+
+def _sources(one: Request, other: Request) -> str:
+    for mine, theirs in zip_longest(one.sources, other.sources):
+        if mine != theirs:
+            return (
+                f"Mismatched gradients: One rank has {mine or 'none'}, but another rank has "
+                f"{theirs or 'none'}; give every rank gradients of the same variables (zeros, if need be)"
+            )
+    return ""
 
 
 def _kinds(one: Request, other: Request) -> str:
@@ -121,7 +163,7 @@ def _groups(one: Request, other: Request) -> str:
 
 
 _CHECKS: tuple[Callable[[Request, Request], str], ...] = (
-    *(_kinds, _types, _reductions, _scales, _shapes, _roots, _groups),
+    *(_sources, _kinds, _types, _reductions, _scales, _shapes, _roots, _groups),
 )
 
 

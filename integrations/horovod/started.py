@@ -40,6 +40,11 @@ class Started:
         self._results: list[Any] = []
         self._failure = failure
 
+    @property
+    def number(self) -> int:
+        """How many operations of the first one's name came before it, on every rank."""
+        return self._pending[0].key[1]
+
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
         return all(self._operations.is_done(each) for each in self._pending[len(self._results) :])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from multiring.arrays import require_memory
+from multiring.arrays import arrived, require_memory
 from multiring.errors import UsageError
 from multiring.torch_distributed import DEVICES
 
@@ -45,8 +45,7 @@ _KNOWN = {
 
 def _plain(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Return the tensor without gradient and subclass; complex numbers as pairs of real ones."""
-    if hasattr(type(tensor), "trigger_wait"):  # an AsyncCollectiveTensor
-        tensor = tensor.trigger_wait()
+    tensor = arrived(tensor)
     if tensor.device.type not in DEVICES:
         raise UsageError(
             f"{what} of a tensor on {tensor.device}: the backend 'multiring' takes tensors of "

@@ -9,8 +9,8 @@ __all__ = ["BROADCAST", "advice_for", "advice_in_general"]
 BROADCAST = "broadcast_parameters"
 
 _MORE = (
-    "(docs/correctness.md; check_every=0 turns this check off, as for weights that each rank perturbs on its "
-    "own while gradients are computed)"
+    "(docs/correctness.md; check_every=0, or MULTIRING_CHECK_EVERY=0, turns this check off, as for weights "
+    "that each rank perturbs on its own while gradients are computed)"
 )
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "Description",
     "Scope",
     "StateCheck",
+    "agreed_interval",
     "compare_state",
     "scope_at",
 ]
@@ -58,6 +59,19 @@ def scope_at(step: int, every: int) -> Scope:
     return Scope.NOTHING if step % NUMBERS_EVERY else Scope.NUMBERS
 
 
+def agreed_interval(comm: Communicator, every: int | None = None) -> int:
+    """Return the steps between two comparisons, of `every` or MULTIRING_CHECK_EVERY. Collective.
+
+    Raises:
+        UsageError: `every` is negative.
+        MismatchError: The ranks pass different values.
+    """
+    interval = check_interval(comm.rank, every)
+    advice = "pass the same check_every, and set the same MULTIRING_CHECK_EVERY, on every rank"
+    check_same(comm, [("check_every", str(interval))], "interval of the state check", advice=advice)
+    return interval
+
+
 class StateCheck:
     """Compares checksums of the training state over ranks every so many steps. Creation is collective.
 
@@ -72,6 +86,7 @@ class StateCheck:
         what: str = "training state",
         *,
         call: str = BROADCAST,
+        is_agreed: bool = False,
     ) -> None:
         """Agree with the other ranks about when to compare.
 
@@ -81,20 +96,23 @@ class StateCheck:
             every: Steps between two comparisons; 0: never; None: as MULTIRING_CHECK_EVERY says.
             what: What is compared, for the message.
             call: What broadcasts the state.
+            is_agreed: Whether `every` is of `agreed_interval`; then creation is not collective.
 
         Raises:
             UsageError: `every` is negative.
             MismatchError: The ranks pass different values.
         """
         self._comm, self._what, self._call = comm, what, call
-        self._every = check_interval(comm.rank, every)
-        advice = "pass the same check_every, and set the same MULTIRING_CHECK_EVERY, on every rank"
-        check_same(comm, [("check_every", str(self._every))], "interval of the state check", advice=advice)
+        self._every = check_interval(comm.rank, every) if is_agreed else agreed_interval(comm, every)
         self._step = self._compare_until = 0
 
-    def due(self) -> bool:
-        """Count a step; whether this one compares anything. To be called once in each step, on every rank."""
-        self._step += 1
+    def due(self, step: int | None = None) -> bool:
+        """Count a step; whether this one compares anything. To be called once in each step, on every rank.
+
+        Args:
+            step: Number of the step, where the caller counts steps itself.
+        """
+        self._step = self._step + 1 if step is None else step
         return self._scope(self._step) is not Scope.NOTHING
 
     @property
@@ -103,11 +121,11 @@ class StateCheck:
         return self._scope(self._step) is Scope.EVERYTHING
 
     def describe_for_next(
-        self, entries: Iterable[tuple[str, object]]
+        self, entries: Iterable[tuple[str, object]], step: int | None = None
     ) -> list[tuple[str, Description]] | None:
-        """What the next step is to say of these entries in their place, as they are now; None: it compares
-        nothing."""
-        scope = self._scope(self._step + 1)
+        """Describe entries as they are now, for the next step to compare in their place; None: it compares
+        nothing. `step` is that step's number, where the caller counts steps itself."""
+        scope = self._scope(self._step + 1 if step is None else step)
         return None if scope is Scope.NOTHING else _described(entries, scope)
 
     def _scope(self, step: int) -> Scope:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from multiring.horovod.host_calls import Asked
 from multiring.horovod.process_sets import ProcessSet
 from multiring.horovod.reduce_ops import Average, Sum, op_name, resolve_op
+from multiring.horovod.request import Source
 from multiring.horovod.submissions import reduction
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.errors import raised_as_tensorflow
@@ -45,6 +46,7 @@ class Reduction:
         average: Its former way to say Average or Sum.
         scale: Factors for each input and for the result.
         compression: What tensors are made of on their way.
+        sources: Variables whose gradients the tensors are, if they are gradients of variables.
     """
 
     op: int | None
@@ -53,11 +55,12 @@ class Reduction:
     average: bool | None = None
     scale: tuple[float, float] = (1.0, 1.0)
     compression: type[Compressor] = Compression.none
+    sources: tuple[Source, ...] = ()
 
     def allreduce(self, is_group: bool) -> Asked:
         """An allreduce of this kind."""
         asked = reduction(self.op, self.average, self.scale, self.process_set)
-        return Asked("allreduce", *asked, is_group=is_group)
+        return Asked("allreduce", *asked, is_group=is_group, sources=self.sources)
 
     def compressed(self, tensors: Tensors) -> tuple[list[Tensor], Callable[[Tensors], list[Tensor]]]:
         """What tensors are made of on their way, and how results of the same are made again of such."""
@@ -207,8 +210,9 @@ def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
             "prescale_factor and postscale_factor are not supported with tf.IndexedSlices"
         )
     name = name_in_graph("allreduce of slices", how.name)
-    asked = Asked("allgather")
-    values = begin(asked, [slices.values], name and f"{name}.values", process_set)
+    asked = Asked("allgather", sources=how.sources)
+    # By the name that a dense tensor would have: a mismatch, and no wait, where another rank's is dense.
+    values = begin(asked, [slices.values], name, process_set)
     indices = begin(asked, [slices.indices], name and f"{name}.indices", process_set)
 
     def wait() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average
+from multiring.horovod.request import Source
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.differentiable import Reduction, begin_allreduce
 from multiring.horovod.tensorflow.graph_calls import name_in_graph
@@ -98,8 +100,11 @@ class GradientOptions:
 
         Args:
             gradients: Tensors, `tf.IndexedSlices` or None.
-            variables: What they are the gradients of.
+            variables: What they are the gradients of: the same variables in the same order on all ranks.
             local: Those that are not reduced.
+
+        Raises:
+            tf.errors.OpError: A rank has a gradient where another has None. In a graph, when it runs.
         """
         process_set = self.process_set
         results = list(gradients)
@@ -112,7 +117,7 @@ class GradientOptions:
         is_local = [local is not None and variable in local for variable in variables]
         size = process_set.size() or 1
         if size > 1 or self.predivide != 1.0:
-            shared = [k for k in present if not is_local[k]]
+            shared = [k for k in range(len(results)) if not is_local[k]]
             self._reduce_all(results, shared, variables)
         for k in present:
             if is_local[k] and self.scale_local and size > 1:
@@ -120,51 +125,80 @@ class GradientOptions:
         return results
 
     def _reduce_all(self, results: list[Any], shared: Sequence[int], variables: Sequence[Any]) -> None:
-        title = name_in_graph("gradients", None)
-        scale = 1 / self.predivide, self.predivide
+        """Reduce gradients in their places. Every variable has an operation, also one without a gradient on
+        this rank: a rank that has one sees the difference."""
+        title = name_in_graph("gradients", None) or self.process_set.operations().auto_name()
         started = []
-        for number, members in enumerate(self._grouped(results, shared, variables)):
-            name = None if title is None else f"{title}.{number}"
-            tensors = [results[k] for k in members]
+        for members in self._grouped(results, shared, variables):
+            tensors = [tf.zeros([0]) if results[k] is None else results[k] for k in members]
             is_sparse = isinstance(tensors[0], tf.IndexedSlices)
-            factors = (1.0, 1.0) if is_sparse else scale
             how = Reduction(
                 op=self.op,
-                scale=factors,
+                scale=(1.0, 1.0) if is_sparse else (1 / self.predivide, self.predivide),
                 compression=self.compression,
-                name=name,
+                name=f"{title}.{members[0]}",
                 process_set=self.process_set,
+                sources=tuple(_source(k, variables, results[k] is not None) for k in members),
             )
             started.append((members, begin_allreduce(tensors, how)))
         failure: Exception | None = None
+        absent = []
         for members, wait in started:
             try:
                 for k, value in zip(members, wait(), strict=True):
-                    results[k] = value
+                    if results[k] is None:
+                        absent.append(value)
+                    else:
+                        results[k] = value
             except tf.errors.OpError as error:  # the others are waited for, or they would stay in flight
                 failure = failure or error
         if failure is not None:
             raise failure
+        if absent and not tf.executing_eagerly():
+            for k in shared:
+                results[k] = _after(absent, results[k])
 
     def _grouped(
         self, gradients: Sequence[Any], shared: Sequence[int], variables: Sequence[Any]
     ) -> Iterator[list[int]]:
-        """The places of gradients that are reduced together. Sparse ones are reduced alone."""
-        dense = [k for k in shared if not isinstance(gradients[k], tf.IndexedSlices)]
-        yield from ([k] for k in shared if isinstance(gradients[k], tf.IndexedSlices))
-        if isinstance(self.groups, int) and self.groups > 0 and dense:
-            size, extra = divmod(len(dense), min(self.groups, len(dense)))
-            ends = [size * k + min(k, extra) for k in range(min(self.groups, len(dense)) + 1)]
-            yield from (dense[i:j] for i, j in itertools.pairwise(ends))
-            return
-        group_of = {}
-        for number, group in enumerate(self.groups if isinstance(self.groups, list | tuple) else ()):
-            group_of.update({identity_of(variable): number for variable in group})
+        """Return the places of gradients that are reduced together. Sparse ones are reduced alone.
+
+        Groups are made of all shared variables, so that they are the same on ranks which have gradients of
+        different ones.
+        """
+        group_of: dict[int, int] = {}
+        if isinstance(self.groups, int) and self.groups > 0 and shared:
+            count = min(self.groups, len(shared))
+            size, extra = divmod(len(shared), count)
+            ends = [size * k + min(k, extra) for k in range(count + 1)]
+            for number, (i, j) in enumerate(itertools.pairwise(ends)):
+                group_of.update(dict.fromkeys(shared[i:j], number))
+        elif isinstance(self.groups, list | tuple):
+            number_of = {identity_of(v): n for n, group in enumerate(self.groups) for v in group}
+            known = {k: number_of.get(identity_of(variables[k])) for k in shared}
+            group_of = {k: number for k, number in known.items() if number is not None}
         members: dict[int, list[int]] = {}
-        for k in dense:
-            number = group_of.get(identity_of(variables[k]), -1 - k)
-            members.setdefault(number, []).append(k)
+        for k in shared:
+            is_sparse = isinstance(gradients[k], tf.IndexedSlices)
+            members.setdefault(-1 - k if is_sparse else group_of.get(k, -1 - k), []).append(k)
         yield from members.values()
+
+
+def _source(k: int, variables: Sequence[Any], is_present: bool) -> Source:
+    """Describe a variable: its name ends alike in all processes, apart from numbers that they count."""
+    variable = variables[k]
+    is_variable = hasattr(variable, "assign")  # the names of tensors differ by process
+    title = str(getattr(variable, "path", None) or variable.name) if is_variable else ""
+    kind = re.sub(r"_?\d+|:.*", "", title.rpartition("/")[2])
+    return Source(k + 1, len(variables), kind, is_present, title)
+
+
+def _after(operations: Sequence[Any], gradient: Any) -> Any:
+    """Return the gradient, which a session then does not compute without these operations."""
+    if gradient is None:
+        return None
+    with tf.control_dependencies(operations):
+        return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
 def _divided(gradient: Any, size: int) -> Any:

@@ -81,17 +81,22 @@ class _AdasumDistributed(_Distributed):
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """As the wrapped optimizer, and combines what has changed."""
-        pairs = [pair for pair in grads_and_vars if pair[0] is not None]
+        pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
+        is_present = [gradient is not None for gradient, _ in pairs]
         before = [tf.identity(_value(variable)) for variable in variables]
         with tf.control_dependencies([] if tf.executing_eagerly() else before):
             stepped = super().apply_gradients(pairs, global_step)
         with tf.control_dependencies([] if tf.executing_eagerly() else [stepped]):
-            changes = [_value(v) - old for v, old in zip(variables, before, strict=True)]
+            changes = [
+                _value(variable) - old if present else None
+                for variable, old, present in zip(variables, before, is_present, strict=True)
+            ]
         combined = self._options.reduce(changes, variables, self._local)
         assigned = [
             variable.assign(old + change)
             for variable, old, change in zip(variables, before, combined, strict=True)
+            if change is not None
         ]
         return None if tf.executing_eagerly() else tf.group(*assigned, name=name)
 

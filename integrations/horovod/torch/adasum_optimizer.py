@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from multiring.horovod.reduce_ops import Adasum
+from multiring.horovod.torch.drift import DriftCheck
 from multiring.horovod.torch.handles import synchronize
 from multiring.horovod.torch.options import OptimizerOptions, load_shared
 from multiring.horovod.torch.reduces import allreduce_async_
@@ -29,6 +30,7 @@ class AdasumStep(torch.optim.Optimizer):
         self._options = options
         self.backward_passes_per_step = options.passes
         self._passes: Counter[torch.Tensor] = Counter()
+        self._drift = DriftCheck(self, options)
         required: list[Any] = [p for _, p in options.named if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._has_gradient) for p in required]
 
@@ -52,7 +54,11 @@ class AdasumStep(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Steps, and combines the changes of all ranks."""
+        """Step, and combine the changes of all ranks.
+
+        Raises:
+            MismatchError: Parameters or hyperparameters differ over ranks. On all ranks.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -69,9 +75,13 @@ class AdasumStep(torch.optim.Optimizer):
             change, context = self._options.compression.compress((parameter - start).contiguous())
             handle = allreduce_async_(change, None, name, Adasum, process_set=self._options.process_set)
             started.append((handle, change, context))
+        if started:
+            self._drift.begin(started[0][0])
         for (_, parameter), start, (handle, change, context) in zip(named, before, started, strict=True):
             synchronize(handle)
             parameter.copy_(start + self._options.compression.decompress(change, context))
+        if started:
+            self._drift.run()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

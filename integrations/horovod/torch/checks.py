@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from multiring.arrays import arrived
 from multiring.horovod.operations import Start
 from multiring.horovod.request import Request
 from multiring.torch_distributed.streams import CallerWork, why_captured
@@ -14,7 +15,6 @@ from multiring.torch_distributed.streams import CallerWork, why_captured
 __all__ = [
     "MOVED",
     "REDUCED",
-    "as_array",
     "changed",
     "checked",
     "described",
@@ -37,6 +37,7 @@ def zeros(request: Request) -> Tensor:
 
 
 def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
+    tensor = arrived(tensor)
     if tensor.is_sparse or tensor.dtype not in accepted:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
@@ -60,12 +61,6 @@ def changed(tensor: Tensor) -> Tensor:
 
 def dtype_name(tensor: Tensor) -> str:
     return _NAMES[tensor.dtype]
-
-
-def as_array(tensor: Tensor) -> Any:
-    """The tensor as the core takes it at the least cost: an array of NumPy on the same memory, if NumPy has
-    its dtype, and the tensor is on the CPU."""
-    return tensor if tensor.is_cuda or tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 
 def ordered(tensor: Tensor, start: Start) -> Start:

@@ -36,15 +36,17 @@ def broadcast_parameters(
         pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")  # noqa: TRY004
+    base = "" if all(name for name, _ in pairs) else process_set.operations().auto_name()
     copies = []
     handles = []
-    for name, tensor in pairs:
+    for k, (name, tensor) in enumerate(pairs):  # the position counts what is no tensor on this rank, too
         if not isinstance(tensor, torch.Tensor):
             continue
         whole = tensor.detach().contiguous()
         if whole.data_ptr() != tensor.data_ptr():
             copies.append((tensor, whole))
-        handles.append(broadcast_async_(whole, root_rank, name and f"broadcast.{name}", process_set))
+        title = f"broadcast.{name}" if name else f"{base}.{k}"
+        handles.append(broadcast_async_(whole, root_rank, title, process_set))
     for handle in handles:
         synchronize(handle)
     with torch.no_grad():

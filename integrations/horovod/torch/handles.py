@@ -9,7 +9,7 @@ from multiring.horovod.basics import at_shutdown
 from multiring.horovod.exceptions import HorovodInternalError
 from multiring.horovod.started import Started
 
-__all__ = ["forget", "handle_of", "poll", "result_of", "synchronize"]
+__all__ = ["forget", "handle_of", "number_of", "poll", "result_of", "synchronize"]
 
 _numbers = itertools.count()
 _started: dict[int, Started] = {}
@@ -26,6 +26,12 @@ def handle_of(started: Started) -> int:
 def forget(handle: int) -> None:
     """Lets go of an operation that no caller will wait for; it goes on."""
     _started.pop(handle, None)
+
+
+def number_of(handle: int) -> int | None:
+    """Return how many operations of the same name came before that of a handle; None as `synchronize`."""
+    started = _started.get(handle)
+    return None if started is None else started.number
 
 
 def poll(handle: int) -> bool:

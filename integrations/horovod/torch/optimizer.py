@@ -14,13 +14,11 @@ from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average
 from multiring.horovod.torch.adasum_optimizer import AdasumStep
 from multiring.horovod.torch.compression import Compression, Compressor
+from multiring.horovod.torch.drift import DriftCheck
 from multiring.horovod.torch.handles import forget, result_of
 from multiring.horovod.torch.options import OptimizerOptions, load_shared
-from multiring.horovod.torch.reduces import (
-    allreduce_async_,
-    grouped_allreduce_async_,
-    start_sparse_allreduce,
-)
+from multiring.horovod.torch.reduces import allreduce_gradients, start_sparse_allreduce
+from multiring.horovod.torch.submitted import Incoming, Submitted, check_unchanged
 from multiring.torch.streams import used_here, wait_for_stream
 
 __all__ = ["DistributedOptimizer"]
@@ -44,10 +42,10 @@ _TOO_MANY = (
 
 
 class _Started(NamedTuple):
-    """A reduction under way: of these parameters, a function that waits and gives their gradients, and the
-    handles of its operations."""
+    """A reduction under way: its gradients, a function that waits and gives their results, and the handles of
+    its operations."""
 
-    parameters: list[Parameter]
+    submitted: list[Submitted]
     wait: Callable[[], list[torch.Tensor]]
     handles: tuple[int, ...]
 
@@ -65,6 +63,8 @@ class _Distributed(torch.optim.Optimizer):
         self._names = {parameter: name for name, parameter in options.named}
         self._group_of = {p: group for group in options.groups for p in group}
         self._passes: Counter[Parameter] = Counter()
+        self._incoming = Incoming()
+        self._drift = DriftCheck(self, options)
         self._streams: dict[Parameter, torch.cuda.Stream] = {}  # on which autograd has made gradients
         self._reductions: list[_Started] = []
         self._reduced: set[Parameter] = set()
@@ -73,6 +73,7 @@ class _Distributed(torch.optim.Optimizer):
         self._hooks = []
         parameter: Any
         for parameter in self._required() if self._takes_part else ():
+            self._hooks.append(parameter.register_hook(self._incoming.hook(parameter)))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._has_gradient))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -81,26 +82,39 @@ class _Distributed(torch.optim.Optimizer):
         self._passes.clear()
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced; those that did not arrive count as zeros."""
+        """Wait until all gradients are reduced; those that did not arrive count as zeros.
+
+        Raises:
+            RuntimeError: The program has changed gradients since `backward()`. On all ranks.
+            MismatchError: Parameters or hyperparameters differ over ranks. On all ranks.
+        """
         if not self._takes_part:
             self._is_synchronized = True
             return
-        for parameter in self._required():
+        submitted = [gradient for each in self._reductions for gradient in each.submitted]
+        required = self._required()
+        for parameter in required:
             if parameter not in self._reduced:
                 self._start(parameter, is_late=True)
         started, self._reductions = self._reductions, []
         self._reduced.clear()
         self._passes.clear()
+        self._incoming.clear()
+        check_unchanged(submitted, self._names, self._options.process_set)
+        for each in started if required else ():
+            if any(gradient.parameter is required[0] for gradient in each.submitted):
+                self._drift.begin(each.handles[0])
         failure: Exception | None = None
         for each in started:
             try:
-                for parameter, gradient in zip(each.parameters, each.wait(), strict=True):
-                    if gradient is not parameter.grad:
-                        parameter.grad = gradient
+                for gradient, result in zip(each.submitted, each.wait(), strict=True):
+                    gradient.publish(result)
             except (RuntimeError, ValueError) as error:
                 failure = failure or error  # the others are waited for, or their names stay in flight
         if failure is not None:
             raise failure
+        if started:
+            self._drift.run()
         self._is_synchronized = True
 
     @contextmanager
@@ -121,7 +135,9 @@ class _Distributed(torch.optim.Optimizer):
             self.synchronize()
         self._is_synchronized = False
         if closure is None or not synchronizes:
-            return super().step(closure)
+            loss = super().step(closure)
+            self._drift.note()
+            return loss
 
         def synchronized() -> Any:
             loss = closure()
@@ -129,6 +145,7 @@ class _Distributed(torch.optim.Optimizer):
             return loss
 
         loss = super().step(synchronized)
+        self._drift.note()
         self._is_synchronized = False
         return loss
 
@@ -137,8 +154,8 @@ class _Distributed(torch.optim.Optimizer):
         for started in self._reductions:
             for handle in started.handles:
                 forget(handle)
-            for parameter in started.parameters:
-                parameter.grad = None  # the reduction may still write to its memory
+            for each in started.submitted:
+                each.parameter.grad = None  # the reduction may still write to its memory
         self._reductions = []
         self._reduced.clear()
         self._passes.clear()
@@ -162,6 +179,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._passes[parameter] >= self.backward_passes_per_step:
             raise AssertionError(_TOO_MANY)
         self._passes[parameter] += 1
+        self._incoming.note_accumulated(parameter)
         if parameter.is_cuda:
             self._streams[parameter] = torch.cuda.current_stream(parameter.device)
         if self._passes[parameter] == self.backward_passes_per_step:
@@ -180,34 +198,27 @@ class _Distributed(torch.optim.Optimizer):
                 each.grad = torch.zeros_like(each)
             if each.grad.is_sparse and (self._options.sparse_as_dense or len(parameters) > 1):
                 each.grad = each.grad.to_dense()
-        gradient = parameters[0].grad
-        assert gradient is not None
-        options = self._options
-        if gradient.is_sparse:
-            name = self._names.get(parameters[0])
-            handles, wait = start_sparse_allreduce(gradient, name, options.op, options.process_set)
-            self._reductions.append(_Started(parameters, lambda: [wait()], handles))
-            return
         self._reductions.append(self._reduce(parameters))
 
     def _reduce(self, parameters: list[Parameter]) -> _Started:
         options = self._options
-        pairs = [options.compression.compress(p.grad.contiguous()) for p in parameters if p.grad is not None]
+        found = [Submitted.of(parameter, self._incoming.address(parameter)) for parameter in parameters]
+        submitted = [each for each, _ in found]
+        if submitted[0].gradient.is_sparse:
+            name = self._names.get(parameters[0])
+            handles, wait_sparse = start_sparse_allreduce(found[0][1], name, options.op, options.process_set)
+            return _Started(submitted, lambda: [wait_sparse()], handles)
+        pairs = [options.compression.compress(values) for _, values in found]
         tensors = [tensor for tensor, _ in pairs]
-        names = [self._names.get(p) for p in parameters]
+        names = [self._names.get(p, "") for p in parameters]
         scale = 1 / options.predivide, options.predivide
-        if len(tensors) == 1:
-            handle = allreduce_async_(tensors[0], None, names[0], options.op, *scale, options.process_set)
-        else:
-            handle = grouped_allreduce_async_(
-                tensors, None, names[0], options.op, *scale, options.process_set
-            )
+        handle = allreduce_gradients(tensors, names, options.op, scale, options.process_set)
 
         def wait() -> list[torch.Tensor]:
             result_of(handle)
             return [options.compression.decompress(used_here(tensor), ctx) for tensor, ctx in pairs]
 
-        return _Started(parameters, wait, (handle,))
+        return _Started(submitted, wait, (handle,))
 
 
 class _AdasumDistributed(AdasumStep):

@@ -15,7 +15,6 @@ from multiring.horovod.started import submit_all
 from multiring.horovod.submissions import names_of, reduction, start_allreduce
 from multiring.horovod.torch.checks import (
     REDUCED,
-    as_array,
     changed,
     checked,
     described,
@@ -29,6 +28,7 @@ from multiring.torch.streams import used_here
 __all__ = [
     "allreduce_async",
     "allreduce_async_",
+    "allreduce_gradients",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "sparse_allreduce_async",
@@ -45,8 +45,10 @@ def _allreduce(
     asked: tuple[str, float, float],
     process_set: ProcessSet,
     is_group: bool,
+    titles: Sequence[str] = (),
 ) -> int:
-    """Submits one allreduce, or a group of them; `targets` None: into new tensors."""
+    """Submits one allreduce, or a group of them; `targets` None: into new tensors. The ranks compare the
+    titles of a group's tensors."""
     operations = process_set.operations()
     inputs = [checked(tensor, REDUCED) for tensor in tensors]
     if asked[0] == "adasum" and not all(tensor.is_floating_point() for tensor in inputs):
@@ -54,13 +56,11 @@ def _allreduce(
     outputs = [torch.empty_like(tensor) for tensor in inputs] if targets is None else inputs
     base = name or operations.auto_name()
     names = names_of(base, len(inputs), is_group)
-    group = described(inputs) if is_group else ""
+    group = " of ".join(filter(None, [described(inputs), ", ".join(titles)])) if is_group else ""
     parts = []
     for tensor, output, each in zip(inputs, outputs, names, strict=True):
         request = reduction_request(each, dtype_name(tensor), tuple(tensor.shape), asked, group)
-        source: Any = tensor if asked[0] == "adasum" else as_array(tensor)
-        target: Any = source if output is tensor else as_array(output)
-        parts.append((request, ordered(tensor, start_allreduce(source, target, request))))
+        parts.append((request, ordered(tensor, start_allreduce(tensor, output, request))))
 
     def finish(results: list[Any]) -> Any:
         if asked[0] == "adasum":
@@ -108,6 +108,21 @@ def allreduce_async_(
     """`allreduce_async`, in place."""
     asked = reduction(op, average, (prescale_factor, postscale_factor), process_set)
     return _allreduce([tensor], [tensor], name, asked, process_set, False)
+
+
+def allreduce_gradients(
+    tensors: Sequence[Tensor],
+    titles: Sequence[str],
+    op: int,
+    scale: tuple[float, float],
+    process_set: ProcessSet,
+) -> int:
+    """Start `allreduce_async_` of one gradient, or `grouped_allreduce_async_` of several.
+
+    The first title is the operation's name; ranks whose groups have other titles fail.
+    """
+    asked = reduction(op, None, scale, process_set)
+    return _allreduce(tensors, tensors, titles[0], asked, process_set, len(tensors) > 1, titles)
 
 
 def grouped_allreduce_async(

@@ -156,6 +156,7 @@ def test_loading_between_backward_and_step(comm: Communicator) -> None:
 def test_a_group_of_which_a_gradient_is_refused(comm: Communicator) -> None:
     """The other groups are waited for, and the next step is made."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    hvd.broadcast_parameters(model.state_dict(), 0)
     groups = [list(layer.parameters()) for layer in model]
     optimizer: Any = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), groups=groups)
     operations: Any = hvd.global_process_set.operations()

@@ -14,7 +14,7 @@ from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average
 from multiring.horovod.tensorflow.accumulation import Accumulation
 from multiring.horovod.tensorflow.compression import Compression, Compressor
-from multiring.horovod.tensorflow.gradients import GradientOptions, LocalVariables
+from multiring.horovod.tensorflow.gradients import GradientOptions, LocalVariables, identity_of
 from multiring.tensorflow.optimizers.xla import keep_xla_off
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "distributed"]
@@ -25,6 +25,7 @@ class _Parts:
 
     def __init__(self, accumulation: Accumulation) -> None:
         self.accumulation, self.local = accumulation, LocalVariables()
+        self.variables: list[Any] = []  # those that an optimizer of tf_keras was built for
 
 
 class _Distributed:
@@ -42,6 +43,10 @@ class _Distributed:
         """Keeps the gradient of a variable on this rank: it is not reduced."""
         self._parts().local.add(var)
 
+    def _built_for(self) -> Sequence[Any]:
+        """Return all variables that the optimizer was built for; none where that is not known."""
+        raise NotImplementedError
+
     def _parts(self) -> _Parts:
         if "_horovod" not in self.__dict__:
             # Not by an attribute, which Keras would look into for variables.
@@ -50,7 +55,15 @@ class _Distributed:
         return found
 
     def _reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return self.made_with[0].reduce(gradients, variables, self._parts().local)
+        """Return the reduced gradients. Of all variables that the optimizer was built for, those that are not
+        passed count as None: programs, and Keras, leave out what has no gradient on this rank."""
+        options, local, all_variables = self.made_with[0], self._parts().local, self._built_for()
+        given = {identity_of(v): gradient for v, gradient in zip(variables, gradients, strict=True)}
+        places = {identity_of(variable): k for k, variable in enumerate(all_variables)}
+        if not given.keys() <= places.keys():
+            return options.reduce(gradients, variables, local)
+        reduced = options.reduce([given.get(place) for place in places], all_variables, local)
+        return [reduced[places[identity_of(variable)]] for variable in variables]
 
     def _step(
         self, gradients: Sequence[Any], variables: Sequence[Any], step: Any, *, is_reduced: bool = False
@@ -74,6 +87,10 @@ class _Distributed:
 
 class _OfKeras3(_Distributed):
     """Goes before a class of Keras 3 in the order of bases."""
+
+    def _built_for(self) -> Sequence[Any]:
+        own: Any = self
+        return list(own._trainable_variables) if own.built else []
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduces gradients over ranks, and updates the variables."""
@@ -101,6 +118,17 @@ class _OfKeras3(_Distributed):
 
 class _OfTfKeras(_Distributed):
     """Goes before a class of tf_keras in the order of bases."""
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Make the optimizer's variables, and remember whose gradients they are for."""
+        parent: Any = super()
+        if not self._parts().variables:
+            self._parts().variables = list(var_list)
+        if hasattr(parent, "build"):  # legacy optimizers have none
+            parent.build(var_list)
+
+    def _built_for(self) -> Sequence[Any]:
+        return self._parts().variables
 
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
         """Reduces gradients over ranks. A LossScaleOptimizer around this one calls it before it decides
