@@ -171,7 +171,7 @@ class GradientPlacement:
             return IN_SLOT
         if gradient.layout is _STRIDED and not gradient.is_conj():
             plain = gradient.detach()
-            require_memory(torch.view_as_real(plain) if form.is_complex else plain)
+            require_memory(torch.view_as_real(plain) if plain.is_complex() else plain)
         if self._streams and (made_on := self._streams.get(number)) is not None:
             wait_for_stream(made_on)
         if is_reducible_in_place(gradient) and (

@@ -74,6 +74,7 @@ __all__: list[str] = [
     "pair_addresses",
     "plan_limit",
     "predict_steps",
+    "require_memory",
     "tell_sites",
 ]
 
@@ -1232,6 +1233,11 @@ def plan_limit(plan: Plan, model: CostModel) -> float:
 def predict_steps(plan: Plan, model: CostModel) -> list[float]:
     """
     Predicted seconds of each step in which chunks go whole.
+    """
+
+def require_memory(array: typing.Any) -> None:
+    """
+    Raises a usage error if the memory of an array does not hold its elements, or it has none.
     """
 
 def tell_sites() -> None:

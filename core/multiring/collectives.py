@@ -367,68 +367,6 @@ class Collectives:
         """Like `barrier`, without waiting."""
         return self._submit(self._operation("BARRIER", None), lambda done: None, **queued)
 
-    def arrays_async(
-        self,
-        kind: str,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array] = (),
-        *,
-        shape: Sequence[int],
-        name: str | None = None,
-        root: int = -1,
-        reduction: NativeReduction | None = None,
-        splits: Sequence[int] = (),
-        expected: Sequence[int] = (),
-        is_copied: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Submit a collective of several arrays that are one after the other; for integrations.
-
-        Args:
-            kind: "ALLREDUCE" and so on: a member of `OpKind`.
-            inputs: Arrays of one dtype in host memory, or one array anywhere. None for a scatter elsewhere
-                than on its root.
-            outputs: Arrays for the result, of any shapes; none: this rank gets no result.
-            shape: Of the inputs together.
-            name: Name in messages; has to be the same on all ranks.
-            root: Rank of the root, where there is one.
-            reduction: How the arrays are reduced, if they are.
-            splits: For an alltoall, rows for each rank.
-            expected: For an alltoall, rows that have to come from each rank.
-            is_copied: Whether one input is copied when the operation begins, because an output lies in its
-                memory.
-            timeout: Seconds that the operation may take from when it begins.
-        """
-        operation = self._operation(kind, name, root)
-        if reduction is not None:
-            operation.set_reduction(*reduction)
-        if len(inputs) == 1 and tuple(inputs[0].shape) == tuple(shape):
-            operation.set_input(inputs[0], is_copied)
-        elif inputs:
-            operation.set_inputs(list(inputs), list(shape))
-        if splits:
-            operation.set_splits(list(splits))
-        operation.set_expected(list(expected))
-        if len(outputs) == 1:
-            operation.set_output(outputs[0])
-        else:
-            operation.set_outputs(list(outputs))
-        return self._submit(operation, lambda done: None, 0, timeout)
-
-    def await_queued(self, x: Array, *, is_written: bool = False) -> None:
-        """Wait until no queued operation writes to the contiguous array `x`; for integrations.
-
-        Args:
-            x: The array, which is read afterwards.
-            is_written: Whether it is written to, so that no queued operation may read it either.
-        """
-        operation = self._operation("RECV" if is_written else "SEND", None)
-        if is_written:
-            operation.set_output(x)
-        else:
-            operation.set_input(x)
-        self._core.await_queued(self._core.last_conflict(operation))
-
     # Shared by the collectives.
 
     def _operation(self, kind: str, name: str | None, root: int = -1) -> native.Operation:

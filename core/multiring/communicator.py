@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from multiring import _core
+from multiring.array_lists import ArrayLists
 from multiring.arrays import set_input, set_output
-from multiring.collectives import Collectives
 from multiring.errors import MultiringError, UsageError
 from multiring.messages import Message, Probe
 from multiring.named_queue import NamedQueue
@@ -25,7 +25,7 @@ from multiring.work import seconds
 __all__ = ["Communicator"]
 
 
-class Communicator(Collectives):
+class Communicator(ArrayLists):
     """A group of ranks that run collectives together.
 
     Every rank of the group has to issue the same collectives in the same order, with the same `name`

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from multiring.array_lists import Arrays
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.reductions import NativeReduction, native_reduction
@@ -184,7 +185,8 @@ def _start(
     is_copied = any(_overlap(source, target) for source in sources for target in targets)
     if is_copied and sources[0].is_cuda:
         sources, is_copied = [sources[0].clone()], False
-    return Part(comm.arrays_async(kind, sources, targets, shape=shape, is_copied=is_copied, **how), finish)
+    arrays = Arrays(sources, targets, shape, is_copied)
+    return Part(comm.arrays_async(kind, arrays, **how), finish)
 
 
 def alltoall_single(
