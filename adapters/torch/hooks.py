@@ -336,7 +336,7 @@ class GradientHooks:
             check_not_given(optimizer, placement.given_since(parameters, last), rank)
         module = None if self._module is None else self._module()
         is_unused = placement.rounds == 0 and not any(p is not None and p.requires_grad for p in parameters)
-        check_hooked(optimizer, module, rank, is_unused=is_unused)
+        check_hooked(optimizer, module, parameters, rank, is_unused=is_unused)
         self._steps_seen[optimizer] = placement.moment(parameters)
 
     def _begin_pass(self) -> _Pass:

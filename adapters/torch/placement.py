@@ -254,8 +254,12 @@ class GradientPlacement:
 
     def moment(self, parameters: Parameters) -> Moment:
         """Return the moment at which an optimizer steps."""
-        gradients = (parameter.grad for parameter in parameters if parameter is not None)
-        return Moment(self.rounds, sum(version(g) for g in gradients if g is not None))
+        gradients = [g for p in parameters if p is not None and (g := p.grad) is not None]
+        try:
+            writes = sum(gradient._version for gradient in gradients)
+        except RuntimeError:  # one was made in inference mode
+            writes = sum(map(version, gradients))
+        return Moment(self.rounds, writes)
 
     def given_since(self, parameters: Parameters, step: Moment) -> dict[int, str]:
         """Return the names of the parameters, by their identity, with gradients that the program has given

@@ -97,7 +97,12 @@ def check_not_given(optimizer: torch.optim.Optimizer, names: Mapping[int, str], 
 
 
 def check_hooked(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, rank: int, *, is_unused: bool
+    optimizer: torch.optim.Optimizer,
+    module: torch.nn.Module | None,
+    hooked: Iterable[torch.Tensor | None],
+    rank: int,
+    *,
+    is_unused: bool,
 ) -> None:
     """Raise UsageError if the optimizer would step with gradients of parameters that the model has got after
     hooks were registered. What belongs to no model with hooks may be trained by each rank on its own.
@@ -105,12 +110,13 @@ def check_hooked(
     Args:
         optimizer: The optimizer that is about to step.
         module: The model with hooks.
+        hooked: Its parameters with hooks.
         rank: This rank.
         is_unused: Whether no gradient of the model was reduced, and none of the parameters with hooks is
             trained: then the optimizer trains what the hooks were meant for.
     """
     names: dict[int, str] | None = None
-    for _, parameter in _unhooked(optimizer):
+    for _, parameter in _unhooked(optimizer, hooked):
         if names is None:
             named = () if module is None else module.named_parameters()
             names = {id(own): plain_name(name) for name, own in named}
@@ -135,12 +141,17 @@ def _never_reduced(optimizer: torch.optim.Optimizer, rank: int) -> UsageError:
     )
 
 
-def _unhooked(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the parameters, with their numbers, that have no hooks and would be changed by a step."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _unhooked(
+    optimizer: torch.optim.Optimizer, hooked: Iterable[torch.Tensor | None] = ()
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the parameters, with their numbers, that have no hooks and would be changed by a step. Those of
+    `hooked` are known to have hooks, which saves the time to look."""
+    known = set(map(id, hooked))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
-        gradient = parameter.grad
-        if gradient is not None and not is_hooked(parameter) and bool(gradient.detach().to_dense().any()):
+        if id(parameter) in known or (gradient := parameter.grad) is None or is_hooked(parameter):
+            continue
+        if bool(gradient.detach().to_dense().any()):
             yield number, parameter
 
 
