@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chainer.backends import cuda
-from multiring.arrays import contiguous
+from multiring.arrays import contiguous, without_mask
 from multiring.arrays import joined as arrays_joined
 from multiring.errors import UsageError
 
@@ -45,7 +45,7 @@ def on_device(x: object) -> bool:
 
 def ordered(x: Any) -> Any:
     """`x` in C order, where it lies; itself where it is so already."""
-    return contiguous(x) if on_device(x) else np.asarray(x, order="C")
+    return contiguous(x) if on_device(x) else np.asarray(without_mask(x), order="C")
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: bool) -> Any:
@@ -83,7 +83,8 @@ def to_device(x: Any, device: bool) -> Any:
 
 
 def check_dtype(operation: str, x: Any) -> None:
-    """Raise TypeError unless `operation` can carry the dtype of `x`."""
+    """Raise TypeError unless `operation` can carry the dtype of `x`, and UsageError if `x` is masked."""
+    without_mask(x, f"{operation}: an array")
     if np.dtype(x.dtype) not in _DTYPES:
         raise TypeError(
             f"{operation} does not support dtype {x.dtype}; send complex numbers as pairs of reals"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import chainer
-from multiring.arrays import STREAMING_BYTES, address_of, copy_large
+from multiring.arrays import STREAMING_BYTES, address_of, copy_large, without_mask
 from multiring.chainer.arrays import Array, on_device, to_device
 from multiring.chainer.gradient_arrays import buffer_at, checksum_of, own_arrays, reference_to
 from multiring.errors import UsageError
@@ -299,10 +299,11 @@ class GradientSlots(GradientSource):
 
     def _check(self, index: int, gradient: Any) -> None:
         dtype, shape = self._dtypes[index], self.reducer.specs[index].shape
+        what = f"rank {self._comm.rank}: the gradient of '{(name := self.reducer.specs[index].name)}'"
+        without_mask(gradient, what)
         if gradient.dtype != dtype or gradient.shape != shape:
-            name = self.reducer.specs[index].name
             raise UsageError(
-                f"rank {self._comm.rank}: the gradient of '{name}' has become {gradient.dtype} "
+                f"{what} has become {gradient.dtype} "
                 f"{gradient.shape}, it was {dtype} {shape} when the model was set up; set the "
                 "optimizer up again after changing a model",
                 rank=self._comm.rank,

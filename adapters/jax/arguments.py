@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["as_arrays", "as_factors", "call_site", "check_op", "resolve"]
 
+_JAX = ("jax", "jaxlib")
+
 DTYPES = (
     "bool",
     *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")),
@@ -41,17 +44,31 @@ def as_factors(scale: ScaleKeywords) -> dict[str, Any]:
 
 
 def call_site() -> str:
-    """File and line of the program that has called multiring; nothing where JAX has called it.
+    """Return file, line and column of the call of multiring in the program, "" where JAX has made it; and the
+    same of the lambda that JAX traces, if the call is not written in it.
 
-    What JAX calls it calls while it traces, at a place of the program that depends on what has been traced
-    before. Files without their folders: these may differ between hosts.
+    JAX makes calls while it traces, at a place of the program that depends on what has been traced before; so
+    what lies beyond the function that it traces is left out. Files come without their folders, which may
+    differ between hosts.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _package(frame) == "multiring":
         frame = frame.f_back
-    if frame is None or _package(frame) in ("jax", "jaxlib"):
+    if frame is None or _package(frame) in _JAX:
         return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    site = _place(frame)
+    traced = frame
+    while traced.f_back is not None and _package(traced.f_back) not in _JAX:
+        traced = traced.f_back
+    is_other = traced.f_back is not None and traced is not frame and traced.f_code.co_name == "<lambda>"
+    return f"{site} by the lambda at {_place(traced)}" if is_other else site
+
+
+def _place(frame: FrameType) -> str:
+    """Return file, line and column of the call that a function is in."""
+    _, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return place if column is None else f"{place}:{column + 1}"
 
 
 def _package(frame: FrameType) -> str:

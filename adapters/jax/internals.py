@@ -7,7 +7,10 @@ way to define one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -33,6 +36,7 @@ __all__ = [
     "forget_failed_programs",
     "kept_with_program",
     "number_in_program",
+    "place_of_program",
     "with_weak_type",
 ]
 
@@ -158,3 +162,17 @@ def number_in_program(ctx: Any, queue: int, kind: str = "call") -> tuple[str, in
     key = "multiring", queue, kind
     counts[key] = counts.get(key, 0) + 1
     return str(name).removeprefix("jit_"), counts[key]
+
+
+def place_of_program() -> str:
+    """Return file and line of the function that is compiled, which two functions of one name differ by; ""
+    where JAX does not say. To be called while JAX lowers it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "lower_jaxpr_to_module":
+        frame = frame.f_back
+    jaxpr = None if frame is None else getattr(frame.f_locals.get("jaxpr"), "jaxpr", None)
+    said = str(
+        getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
+    )  # "f at /path/a.py:7"
+    _, found, place = said.rpartition(" at ")
+    return Path(place).name if found else ""

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from multiring import _core as native
 from multiring.errors import UsageError
 from multiring.jax.control_flow import counters_around, ffi_call
-from multiring.jax.internals import COLLECTIVE, abstract_token, number_in_program
+from multiring.jax.internals import COLLECTIVE, abstract_token, number_in_program, place_of_program
 from multiring.jax.library import DONE, PLATFORMS, START, thread_effect
 from multiring.reductions import reduce_op
 
@@ -238,8 +238,10 @@ def site_in_program(ctx: Any, queue: int, site: str | None) -> tuple[str, str]:
     if site is None:
         return "", ""
     program, number = number_in_program(ctx, queue)
-    parts = [] if program == "outside_of_jit" else [f"#{number} of {program}"]
+    is_compiled = program != "outside_of_jit"
+    parts = [f"#{number} of {program}"] if is_compiled else []
     parts += [f"at {site}"] if site else []
+    parts += [f"in the function of {place}"] if is_compiled and (place := place_of_program()) else []
     return f" ({' '.join(parts)})" if parts else "", "\n".join(counters_around(ctx, queue))
 
 

@@ -11,6 +11,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.refusals import check_gradient
 from multiring.gradients.source import IN_SLOT, Gradient, GradientSource
 from multiring.gradients.states import GradientState
 from multiring.numpy.state_broadcast import broadcast_parameters
@@ -61,10 +62,12 @@ class GradientBuckets(GradientSource):
         """Add to a gradient of this step; more is to come, by `add` or by `ready`.
 
         Raises:
-            UsageError: Unknown name, the gradient was said to be ready in this round, or what was reduced is
-                still there and would be summed or scaled again.
+            UsageError: Unknown name, an array of another shape, of complex numbers or with a mask, the
+                gradient was said to be ready in this round, or what was reduced is still there and would be
+                summed or scaled again.
         """
         index = self._find(name)
+        check_gradient(self._comm.rank, self._reducer.specs[index], gradient)
         state = self._reducer.states[index]
         if state == GradientState.REDUCED and not self._reducer.options.is_repeatable(self._comm.size):
             todo = "call zero() after each step, or use averages"

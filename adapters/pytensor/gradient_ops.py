@@ -35,6 +35,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.refusals import check_gradient
 from multiring.gradients.source import IN_SLOT, Gradient, GradientSource
 from multiring.pytensor.blocking import TOKEN, BlockingOp, PerformOp, is_plain, token
 from multiring.state.check import StateCheck
@@ -155,15 +156,8 @@ class Ready(PerformOp):
 
     def perform(self, node: Apply, inputs: Sequence[Any], output_storage: Sequence[list[Any]]) -> None:
         """Put it where it is reduced; its bucket leaves if it was the last."""
-        gradient, shape = inputs[0], self.current.specs[self.index].shape
-        if gradient.shape != shape:
-            raise UsageError(
-                f"rank {self.current.rank}: the gradient of '{self.name}' has shape {gradient.shape}, but "
-                f"the parameter had shape {shape} when it was registered",
-                rank=self.current.rank,
-                tensor=self.name,
-            )
-        output_storage[0][0] = self.bring(gradient)
+        check_gradient(self.current.rank, self.current.specs[self.index], inputs[0])
+        output_storage[0][0] = self.bring(inputs[0])
 
     def bring(self, gradient: NDArray[Any]) -> NDArray[Any]:
         """Have a gradient reduced; returns the array where its average will be."""

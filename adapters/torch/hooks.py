@@ -18,10 +18,11 @@ from multiring.gradients.source import RoundResult
 from multiring.torch.copies import ModelGuard, forget_copy, is_hooked
 from multiring.torch.model_gradients import ModelGradients
 from multiring.torch.model_state import ModelState
+from multiring.torch.placement import Moment
 from multiring.torch.state_broadcast import broadcast_optimizer_state, broadcast_parameters
 from multiring.torch.supported import check_autograd, check_module
 from multiring.torch.sync_batchnorm import SyncBatchNorm
-from multiring.torch.unreduced import check_not_given, unwatch, watch
+from multiring.torch.unreduced import check_hooked, check_not_given, note_round, unwatch, watch
 from multiring.types import BufferMode
 from torch.autograd import Variable
 
@@ -138,8 +139,11 @@ class GradientHooks:
             if self._is_local
             else [h for k, p in enumerate(floating.values()) for h in _register(self, k, p)]
         )
+        self._steps_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, Moment] = (
+            weakref.WeakKeyDictionary()
+        )
         if optimizer is None and comm.size > 1:  # a DistributedOptimizer looks at gradients itself
-            watch(self)
+            watch(self, floating.values())
 
     @property
     def has_unreduced(self) -> bool:
@@ -322,12 +326,18 @@ class GradientHooks:
             self._state.compare()
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise UsageError if an optimizer steps with other gradients before any were reduced.
+        """Raise UsageError if an optimizer steps with gradients of the model that no round has reduced.
 
-        Those of which a hook has told are left out, as those of a no_sync() context: they may be meant.
+        Gradients of which a hook has told are left out, as those of a no_sync() context: they may be meant.
         """
-        if self.rounds == 0 and not self.has_unreduced:
-            check_not_given(optimizer, self._gradients.named(), self._comm.rank)
+        parameters, placement, rank = self._gradients.hold(), self._gradients.placement, self._comm.rank
+        if not self.has_unreduced:
+            last = self._steps_seen.get(optimizer, Moment())
+            check_not_given(optimizer, placement.given_since(parameters, last), rank)
+        module = None if self._module is None else self._module()
+        is_unused = placement.rounds == 0 and not any(p is not None and p.requires_grad for p in parameters)
+        check_hooked(optimizer, module, parameters, rank, is_unused=is_unused)
+        self._steps_seen[optimizer] = placement.moment(parameters)
 
     def _begin_pass(self) -> _Pass:
         check_autograd(self._comm.rank)
@@ -343,7 +353,7 @@ class GradientHooks:
             self._passes = 0
             self.rounds += 1
             if self.rounds == 1:
-                unwatch(self)
+                note_round(self)
         elif self._enabled:
             self._passes += 1
 

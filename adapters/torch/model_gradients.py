@@ -66,8 +66,8 @@ class ModelGradients(GradientSource):
         self._required = [parameter.requires_grad for parameter in parameters.values()]
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._exchanges: dict[int, RowExchange] = {}
-        self._placement = GradientPlacement(comm.rank, self._names)
-        self.plain = self._placement.plain  # those that are reduced in their own memory, which hooks mark
+        self.placement = GradientPlacement(comm.rank, self._names)
+        self.plain = self.placement.plain  # those that are reduced in their own memory, which hooks mark
         self._is_repeatable = options.is_repeatable(comm.size)
         self._kept: set[int] = set()  # reduced gradients that autograd is about to add to
         self._held: weakref.ref[Held] | None = None
@@ -127,7 +127,7 @@ class ModelGradients(GradientSource):
     def tensor_hook(self, number: int) -> Callable[[torch.Tensor], None]:
         """Called when autograd is about to accumulate a gradient, or to return it from `autograd.grad`."""
         if self._is_repeatable:
-            return self._placement.incoming_hook(number)
+            return self.placement.incoming_hook(number)
         return functools.partial(self._note_incoming, number)
 
     def begin_pass(self) -> object:
@@ -135,8 +135,8 @@ class ModelGradients(GradientSource):
         return self.plain.begin_pass() if self._is_repeatable else None
 
     def _note_incoming(self, number: int, gradient: torch.Tensor) -> None:
-        self._placement.note_incoming(number, gradient)
-        is_kept = (before := self._gradient(number)) is not None and self._placement.is_kept(number, before)
+        self.placement.note_incoming(number, gradient)
+        is_kept = (before := self._gradient(number)) is not None and self.placement.is_kept(number, before)
         (self._kept.add if is_kept else self._kept.discard)(number)
 
     def arrived(self, number: int) -> None:
@@ -193,13 +193,13 @@ class ModelGradients(GradientSource):
         plan, parameters = self._current, self.hold()
         try:
             result = plan.reducer.finish()
-            self._placement.check(parameters)
+            self.placement.check(parameters)
             self._settle(result, exchanges)
             produced = np.zeros(len(self._names), np.bool_)
             produced[plan.numbers] = result.produced
-            self._placement.settle(parameters, produced)
+            self.placement.settle(parameters, produced)
         finally:
-            self._placement.forget_round()
+            self.placement.forget_round()
         self.produced_since_step |= produced
         return result
 
@@ -213,10 +213,10 @@ class ModelGradients(GradientSource):
         if plan.reducer.is_open:
             self._exchanges = {}
             states = plan.reducer.states
-            there = self._placement.reduced_in_place(self.hold())
+            there = self.placement.reduced_in_place(self.hold())
             kept = [n for n in there if states[plan.indices[n]] is GradientState.SENT]
             plan.reducer.cancel()
-            self._placement.forget_round()
+            self.placement.forget_round()
             if kept:
                 raise aborted_in_use(self._comm.rank, self._names[kept[0]])
 
@@ -238,14 +238,14 @@ class ModelGradients(GradientSource):
 
     def close(self) -> None:
         """Release the buckets. May be called twice."""
-        self._placement.forget_round()
+        self.placement.forget_round()
         self._plan = None
         while self._plans:
             self._plans.popitem()[1].reducer.close()
 
     def transfer_from(self, other: ModelGradients) -> None:
         """Know which gradients `other`, which this replaces, has reduced."""
-        self._placement.transfer_from(other._placement)
+        self.placement.transfer_from(other.placement)
 
     def load_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
         """Replace what compression has kept back by these; those of frozen parameters wait."""
@@ -259,7 +259,7 @@ class ModelGradients(GradientSource):
 
     def replaced_gradients(self) -> list[int]:
         """Gradients that are other tensors than those that were reduced last."""
-        is_replaced = self._placement.is_replaced
+        is_replaced = self.placement.is_replaced
         return [
             n
             for n in range(len(self._names))
@@ -293,7 +293,7 @@ class ModelGradients(GradientSource):
             if gradient is None:
                 continue
             if not is_new:
-                self._placement.note(number, gradient)  # the same on all ranks, made of what was reduced
+                self.placement.note(number, gradient)  # the same on all ranks, made of what was reduced
             elif number in self._current.indices:
                 self.mark_pending(number)
         return is_any_new
@@ -301,7 +301,7 @@ class ModelGradients(GradientSource):
     def fetch_plain(self, indices: list[int]) -> tuple[list[int], list[object]]:
         """Part of `GradientSource`."""
         numbers = self._current.numbers
-        return self._placement.fetch_plain(self.hold(), [numbers[index] for index in indices])
+        return self.placement.fetch_plain(self.hold(), [numbers[index] for index in indices])
 
     def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`.
@@ -313,18 +313,18 @@ class ModelGradients(GradientSource):
         gradient = self._gradient(number)
         if gradient is None:
             if state is GradientState.READY:
-                raise self._placement.was_replaced(number)
+                raise self.placement.was_replaced(number)
             return None
-        if state in _NOT_ANNOUNCED and self._placement.is_new(number, gradient):
+        if state in _NOT_ANNOUNCED and self.placement.is_new(number, gradient):
             plan.reducer.mark_pending(index)
-        return self._placement.fetch(number, gradient)
+        return self.placement.fetch(number, gradient)
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient where this one had none."""
         plan = self._current
         parameter = self.hold()[number := plan.numbers[index]]
         if parameter is not None:
-            self._placement.publish(number, parameter, plan.reducer.slot(index))
+            self.placement.publish(number, parameter, plan.reducer.slot(index))
 
     def _gradient(self, number: int) -> torch.Tensor | None:
         parameter = self.hold()[number]
@@ -341,7 +341,7 @@ class ModelGradients(GradientSource):
             spec = specification(name, parameter, name in self._sparse)
             specs.append(spec)
             devices.append((name, parameter.device))
-            self._placement.expect(n, parameter, is_sparse=spec.sparse)
+            self.placement.expect(n, parameter, is_sparse=spec.sparse)
         check_one_device(devices, self._comm.rank)
         reducer = GradientReducer(self._comm, specs, self._options, self, as_array=as_tensor)
         plan = _Plan(reducer, numbers, {number: index for index, number in enumerate(numbers)})
@@ -377,7 +377,7 @@ class ModelGradients(GradientSource):
             if spec.sparse:
                 number = plan.numbers[index]
                 gradient = None if joined else self._gradient(number)
-                form = self._placement.form(number)
+                form = self.placement.form(number)
                 exchanges[index] = RowExchange(plan.reducer.comm, gradient, *form, spec.name, self._options)
         return exchanges
 
@@ -391,7 +391,7 @@ class ModelGradients(GradientSource):
             if result.produced[index] and parameter is not None:
                 gradient = gradient.to_dense() if exchange.is_dense else gradient
                 parameter.grad = gradient
-                self._placement.note(number, gradient)
+                self.placement.note(number, gradient)
 
 
 # Sets of parameters that a program trains in turns, as generator and discriminator or layer by layer.

@@ -27,7 +27,7 @@ from multiring.torch.buffers import dense_strides, overlaps_itself
 from multiring.torch.counts import is_reducible_in_place, plain_gradients, version
 from multiring.torch.streams import wait_for_stream
 
-__all__ = ["GradientPlacement", "Parameters", "is_replaceable"]
+__all__ = ["GradientPlacement", "Moment", "Parameters", "is_replaceable"]
 
 Tensor = torch.Tensor
 _STRIDED = torch.strided
@@ -104,8 +104,24 @@ def is_replaceable(gradient: Tensor, incoming: int | None) -> bool:
     return not is_usable or overlaps_itself(gradient) or incoming == _address(gradient)
 
 
+class Moment(NamedTuple):
+    """When an optimizer steps.
+
+    Attributes:
+        rounds: Number of rounds before it.
+        writes: Number of writes to the gradients that there are.
+    """
+
+    rounds: int = 0
+    writes: int = 0
+
+
 class GradientPlacement:
-    """The gradients of a model, by the numbers of its parameters."""
+    """The gradients of a model, by the numbers of its parameters.
+
+    Attributes:
+        rounds: Number of rounds that have ended well.
+    """
 
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         self._rank, self._names = rank, names
@@ -113,6 +129,8 @@ class GradientPlacement:
         # The usual ones. What is said below of a number is so if nothing is said of it there.
         self.plain = plain_gradients(len(names))
         self._reduced: dict[int, _Reduced] = {}
+        self.rounds = 0
+        self._was_produced = np.zeros(len(names), np.bool_)  # gradients that some round has reduced
         # Of the round under way: those that are reduced in their own memory, and their versions; the others.
         self._in_place: dict[int, tuple[Tensor, int]] = {}
         self._copies: dict[int, _Copy] = {}
@@ -219,6 +237,11 @@ class GradientPlacement:
             return False
         return bool((gradient if gradient.layout is torch.strided else gradient.coalesce().values()).any())
 
+    def _is_other(self, number: int, gradient: Tensor) -> bool:
+        """Return whether this is another tensor than that which was reduced last."""
+        known = self._known(number)
+        return known is None or not known.is_tensor(gradient)
+
     def is_new(self, number: int, gradient: Tensor) -> bool:
         """Whether the gradient is not the one that was reduced last, or was written to since."""
         known = self._known(number)
@@ -239,6 +262,39 @@ class GradientPlacement:
         else:
             known.values.copy_(gradient.detach())  # what tells it from a new one later
         return False
+
+    def moment(self, parameters: Parameters) -> Moment:
+        """Return the moment at which an optimizer steps."""
+        gradients = [g for p in parameters if p is not None and (g := p.grad) is not None]
+        try:
+            writes = sum(gradient._version for gradient in gradients)
+        except RuntimeError:  # one was made in inference mode
+            writes = sum(map(version, gradients))
+        return Moment(self.rounds, writes)
+
+    def given_since(self, parameters: Parameters, step: Moment) -> dict[int, str]:
+        """Return the names of the parameters, by their identity, with gradients that the program has given
+        and no round has reduced.
+
+        Where there was a round after the last step, the program may have made gradients of reduced ones: only
+        those of parameters are looked at that no round has reduced yet.
+
+        Args:
+            parameters: All of them.
+            step: When the optimizer made its last step.
+        """
+        had_round = self.rounds > step.rounds
+        unseen = np.flatnonzero(~self._was_produced).tolist() if had_round else range(len(self._names))
+        given = {
+            number: gradient
+            for number in unseen
+            if (parameter := parameters[number]) is not None and (gradient := parameter.grad) is not None
+        }
+        if had_round or self.moment(parameters) == step:  # nothing was written to between the steps
+            given = {n: gradient for n, gradient in given.items() if self._is_other(n, gradient)}
+        else:
+            given = {n: gradient for n, gradient in given.items() if self.is_new(n, gradient)}
+        return {id(parameters[number]): self._names[number] for number in given}
 
     def check(self, parameters: ParameterList) -> None:
         """Raise UsageError if something has touched gradients of the round while they were reduced."""
@@ -272,6 +328,8 @@ class GradientPlacement:
                 else:
                     parameter.grad = values
                     self.note(number, values)
+        self.rounds += 1
+        self._was_produced |= produced
         self.forget_round()
 
     def forget_round(self) -> None:

@@ -55,8 +55,12 @@ void validate(const Operation& operation, int rank, int size, const std::string&
   if (traits.has_root && (descriptor.key.root < 0 || descriptor.key.root >= size))
     throw_usage(operation, "rank " + std::to_string(descriptor.key.root) + " is not in communicator '" +
                                communicator + "' of size " + std::to_string(size));
-  if (descriptor.key.op == ReduceOp::kAverage && descriptor.dtype == DType::kBool)
-    throw_usage(operation, "bool has no average; use max (or) or min (and)");
+  // A sum that counts does not fit into a bool; product, min and max are what they are of 0 and 1.
+  const bool adds = descriptor.key.op == ReduceOp::kSum || descriptor.key.op == ReduceOp::kAverage;
+  if (traits.reduces && adds && descriptor.dtype == DType::kBool)
+    throw_usage(operation, "bool has no " + std::string(reduce_op_name(descriptor.key.op)) +
+                               "; use max (any rank has true) or min (all have), or convert to an integer "
+                               "dtype to count");
   const bool scales = descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0;
   if (traits.reduces && scales && descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool cannot be scaled");

@@ -21,7 +21,7 @@ class Arrays(NamedTuple):
             scatter elsewhere than on its root.
         outputs: Arrays for the result, one after the other, of any shapes; none: this rank gets no result.
         shape: Shape of the inputs together.
-        is_copied: Whether one input is copied when the operation begins, because an output lies in its memory.
+        is_copied: Whether one input is copied when the operation begins: an output lies in its memory.
     """
 
     inputs: Sequence[Array]

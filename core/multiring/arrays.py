@@ -31,6 +31,7 @@ __all__ = [
     "set_input",
     "set_output",
     "without_gradient",
+    "without_mask",
 ]
 
 # From here on an array that is copied is not worth a place in the caches: with the buckets of a model whose
@@ -76,12 +77,14 @@ def as_array(x: Any) -> Array:
     """Python numbers and sequences as NumPy arrays; arrays as they are.
 
     Raises:
-        UsageError: It makes no array, or requires a gradient.
+        UsageError: It makes no array, requires a gradient, or is masked.
     """
-    if isinstance(x, np.ndarray):
+    if type(x) is np.ndarray:
         return x
     if not isinstance(x, _PLAIN):
         return without_gradient(arrived(x))
+    for part in x if isinstance(x, list | tuple) else ():
+        as_array(part) if isinstance(part, list | tuple) else without_mask(part)
     try:
         return np.asarray(x)
     except ValueError as error:
@@ -93,8 +96,25 @@ def arrived(x: Array) -> Array:
     return x.trigger_wait() if hasattr(type(x), "trigger_wait") else x
 
 
+def without_mask(x: Any, what: str = "an array") -> Any:
+    """Return `x` itself. Raise UsageError if it is a masked array of NumPy, whose mask would get lost.
+
+    Args:
+        x: Anything.
+        what: The array in the message.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise UsageError(
+            f"{what} is masked, and its mask would get lost on the way to other ranks: pass x.filled(value), "
+            "or x.data and the mask as two arrays"
+        )
+    return x
+
+
 def without_gradient(x: Array) -> Array:
-    """`x` itself; raises UsageError where its library would differentiate through what happens to it."""
+    """Return `x` itself. Raise UsageError where its library would differentiate through what happens to it,
+    and where `x` is masked."""
+    without_mask(x)
     if getattr(x, "requires_grad", False):
         raise UsageError(
             f"the array, a {type(x).__name__}, requires a gradient, and none goes through a collective: pass "

@@ -72,7 +72,8 @@ class Collectives:
         Args:
             x: Array of any shape, the same number of elements and dtype on all ranks.
             op: "sum", "average" (true division; integers truncate toward zero), "min", "max" or "product"; of
-                integers and bool, without scale factors, "bitwise_and", "bitwise_or" or "bitwise_xor".
+                integers and bool, without scale factors, "bitwise_and", "bitwise_or" or "bitwise_xor". Bool
+                has no sum and no average: take "max" (any), "min" (all), or integers to count.
             out: Array for the result, of the same dtype and number of elements; may be `x` itself. A new one
                 of the kind of `x` if None.
             name: Name in messages; has to be the same on all ranks.

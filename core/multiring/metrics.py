@@ -8,6 +8,7 @@ from typing import Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
 
+from multiring.arrays import without_mask
 from multiring.communicator import Communicator
 from multiring.derived import resolve
 from multiring.errors import UsageError
@@ -35,7 +36,7 @@ def average_metrics(
         The averages over the samples of all ranks, in the order of `metrics`; NaN where no rank had a sample.
 
     Raises:
-        UsageError: `count` is negative or not finite.
+        UsageError: `count` is negative or not finite, or a metric is masked.
         MismatchError: The ranks pass different names.
     """
     comm = resolve(comm)
@@ -43,7 +44,7 @@ def average_metrics(
     names = sorted(metrics)
     sums = np.zeros(len(names) + 1, dtype=np.float64)
     if count > 0:
-        sums[:-1] = [_number(metrics[name]) * count for name in names]
+        sums[:-1] = [_number(without_mask(metrics[name], f"'{name}'")) * count for name in names]
         sums[-1] = count
     # The names are part of the operation's name, so the core compares them.
     total = comm.allreduce(sums, op="sum", name="average_metrics(" + ", ".join(names) + ")")

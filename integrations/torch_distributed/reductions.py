@@ -64,4 +64,6 @@ def reduction_of(op: Any, tensor: torch.Tensor, what: str) -> Reduction:
         if isinstance(factor, torch.Tensor) and factor.numel() != 1:
             raise UsageError(f"{what}: PREMUL_SUM takes one factor, not a tensor of {factor.numel()}")
         return Reduction("sum", float(factor))
+    if kind == ReduceOp.SUM and tensor.dtype == torch.bool:
+        return Reduction("max")  # as in NCCL's and Gloo's groups: true where any rank has true
     return Reduction(_NATIVE[kind])

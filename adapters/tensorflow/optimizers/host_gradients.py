@@ -17,6 +17,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.refusals import check_gradient
 from multiring.gradients.source import IN_SLOT, Gradient, GradientSource
 from multiring.state.check import StateCheck
 from multiring.tensorflow.variables import describe_variables, named_variables
@@ -59,6 +60,7 @@ class HostReduction(GradientSource):
         described = describe_variables(variables)
         specs = [ParameterSpec(name, shape, dtype) for name, shape, dtype in described]
         self._reducer = GradientReducer(comm, specs, options, self)
+        self._rank = comm.rank
         self._published: set[int] = set()
         # Checks run between steps, so that they need only keep the order of the steps.
         self._check = StateCheck(derived(comm, "state of Keras"), options.check_every)
@@ -106,6 +108,8 @@ class HostReduction(GradientSource):
     def _exchange(self, arrays: Sequence[Array | None]) -> list[Array | None]:
         reducer = self._reducer
         self._published = {k for k, array in enumerate(arrays) if array is not None}
+        for index in self._published:
+            check_gradient(self._rank, reducer.specs[index], arrays[index])
         for index in reversed(range(len(arrays))):  # gradients arrive last layer first
             array = arrays[index]
             if array is not None:

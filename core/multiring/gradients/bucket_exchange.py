@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,7 +33,14 @@ _MAX_POSTSCALE = 2.0**14
 class BucketExchange(Protocol):
     """Reduces buckets, in the places where the gradients lie: in slots, but for those of `elsewhere`."""
 
-    def send(self, number: int, elsewhere: Elsewhere, produced: Sequence[int], active: bool) -> Work:
+    def send(
+        self,
+        number: int,
+        elsewhere: Elsewhere,
+        produced: Sequence[int],
+        active: bool,
+        kept: Collection[int],
+    ) -> Work:
         """Let a bucket leave.
 
         Args:
@@ -41,6 +48,7 @@ class BucketExchange(Protocol):
             elsewhere: Gradients that are not in their slots.
             produced: Per slot of the bucket 1 or 0: this rank has a new gradient.
             active: This rank has data.
+            kept: Indices of the gradients of earlier rounds that take part.
         """
 
     def receive(self, number: int, elsewhere: Elsewhere, work: Work) -> Flags:
@@ -60,7 +68,14 @@ class DenseExchange:
             )
         self._comm, self._memory, self._options = comm, memory, options
 
-    def send(self, number: int, elsewhere: Elsewhere, produced: Sequence[int], active: bool) -> Work:
+    def send(
+        self,
+        number: int,
+        elsewhere: Elsewhere,
+        produced: Sequence[int],
+        active: bool,
+        kept: Collection[int],
+    ) -> Work:
         self._memory.raise_flags(number, produced, active)
         options, name = self._options, self._memory.names[number]
         pieces = self._memory.pieces(number, elsewhere)

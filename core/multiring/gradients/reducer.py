@@ -348,7 +348,8 @@ class GradientReducer:
                 self._multiply(current, bucket, options.scale)
             current.works.append(None)
             return
-        current.works.append(self._exchange.send(number, current.elsewhere, produced, not joined))
+        work = self._exchange.send(number, current.elsewhere, produced, not joined, current.kept)
+        current.works.append(work)
 
     def _multiply(self, current: Round, bucket: Bucket, factor: float) -> None:
         for slot in bucket.slots:

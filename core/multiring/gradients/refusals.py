@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from multiring.errors import UsageError
+from typing import Any
 
-__all__ = ["cleared_too_late", "one_array", "second_gradient"]
+import numpy as np
+
+from multiring.arrays import without_mask
+from multiring.errors import UsageError
+from multiring.gradients.bucketing import ParameterSpec
+
+__all__ = ["check_gradient", "cleared_too_late", "one_array", "second_gradient"]
+
+_NO_REAL_NUMBERS = "cOSUmM"  # kinds of dtypes that NumPy converts to real numbers with a loss, or not at all
+
+
+def check_gradient(rank: int, spec: ParameterSpec, gradient: Any) -> None:
+    """Raise UsageError unless an array that the program gives can be the gradient of a parameter.
+
+    NumPy itself would broadcast an array of another shape, and drop an imaginary part or a mask.
+    """
+    array = np.asarray(without_mask(gradient, f"rank {rank}: the gradient of '{spec.name}'"))
+    if array.shape != tuple(spec.shape) or array.dtype.kind in _NO_REAL_NUMBERS:
+        raise _refusal(
+            rank,
+            spec.name,
+            f"the gradient of '{spec.name}' is {array.dtype} {array.shape}, but the parameter is "
+            f"{spec.dtype} {tuple(spec.shape)}; pass an array of real numbers of that shape",
+        )
 
 
 def one_array(rank: int, first: str, second: str) -> UsageError:

@@ -8,8 +8,10 @@ Every rank adds up the same records in the canonical order of the ranks, with ze
 nothing, so all have the same bits, and with a ratio of 1 those of an allreduce.
 
 A rank selects from its gradients, times prescale, plus its *residual*. What it does not send is its residual
-from then on: sent + residual is what it had, exactly. The residual changes when the round ends, and only for
-parameters of which some rank had a new gradient; if none had, nothing of it has been used.
+from then on: sent + residual is what it had, exactly. A gradient of an earlier round that the program keeps
+takes part as a new one does, because another rank may have added to it. The residual changes when the round
+ends, and only for parameters of which some rank had a new gradient; if none had, nothing of it has been used,
+and kept gradients stay as they are.
 
 Residuals have the parameters' names. Where a model's buckets are made anew, because parameters come or go,
 the next exchange takes over all of them: that of a parameter that takes no part waits until it does again.
@@ -17,7 +19,7 @@ the next exchange takes over all of them: that of a parameter that takes no part
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -129,7 +131,7 @@ class _Sent:
 
     record: _Record
     rest: Values  # what is not sent
-    own: list[bool]  # slots with a gradient of this rank: what is kept back of others stays as it is
+    present: list[bool]  # slots that take part with a gradient of this rank; other residuals stay as they are
 
 
 class TopKExchange:
@@ -153,14 +155,21 @@ class TopKExchange:
         self._sent: dict[int, _Sent] = {}
         self.residuals: dict[str, Values] = {}
 
-    def send(self, number: int, elsewhere: Elsewhere, produced: Sequence[int], active: bool) -> Work:
+    def send(
+        self,
+        number: int,
+        elsewhere: Elsewhere,
+        produced: Sequence[int],
+        active: bool,
+        kept: Collection[int],
+    ) -> Work:
         bucket = self._memory.buckets[number]
         dtype = np.dtype(bucket.dtype)
         entries = sum(slot.nbytes for slot in bucket.slots) // dtype.itemsize
         record = _Record(len(bucket.slots), entries, self._compression.count(entries), dtype)
-        own = [active and flag != 0 for flag in produced]
+        present = [flag != 0 or slot.index in kept for slot, flag in zip(bucket.slots, produced, strict=True)]
         with _same_everywhere():
-            values = self._gradients(bucket, elsewhere, entries, own)
+            values = self._gradients(bucket, elsewhere, entries, present)
             chosen = largest(values, record.count)
         message = np.zeros(record.nbytes, np.uint8)
         message[: len(produced)] = np.asarray(produced) != 0
@@ -168,7 +177,7 @@ class TopKExchange:
         record.indices(message)[:] = chosen
         record.values(message)[:] = values[chosen]
         values[chosen] = 0
-        self._sent[number] = _Sent(record, values, own)
+        self._sent[number] = _Sent(record, values, present)
         return self._comm.allgather_async(message, name=self._memory.names[number])
 
     def receive(self, number: int, elsewhere: Elsewhere, work: Work) -> Flags:
@@ -187,13 +196,13 @@ class TopKExchange:
             multiply(reduced, self._options.postscale)
         begin = 0
         slots = self._memory.buckets[number].slots
-        for slot, is_produced, is_own in zip(slots, produced, sent.own, strict=True):
+        for slot, is_produced, is_present in zip(slots, produced, sent.present, strict=True):
             part = slice(begin, begin + slot.nbytes // record.dtype.itemsize)
             begin = part.stop
             if not is_produced:
                 continue
             self._memory.write(slot.index, elsewhere, reduced[part].view(np.uint8))
-            if is_own:
+            if is_present:
                 self._keep(self._specs[slot.index].name, sent.rest[part])
         return produced, flags[:, record.slots]
 
@@ -237,7 +246,9 @@ class TopKExchange:
             elif len(kept) == _entries(spec):
                 self.residuals[name] = kept.astype(spec.dtype, copy=False)
 
-    def _gradients(self, bucket: Bucket, elsewhere: Elsewhere, entries: int, own: Sequence[bool]) -> Values:
+    def _gradients(
+        self, bucket: Bucket, elsewhere: Elsewhere, entries: int, present: Sequence[bool]
+    ) -> Values:
         """The bucket's gradients, scaled, with this rank's residuals. Shape (entries,).
 
         Zeros where this rank has no gradient: a residual sent for a parameter that nobody uses would reach
@@ -246,10 +257,10 @@ class TopKExchange:
         dtype = np.dtype(bucket.dtype)
         values = np.zeros(entries, dtype)
         begin = 0
-        for slot, is_own in zip(bucket.slots, own, strict=True):
+        for slot, is_present in zip(bucket.slots, present, strict=True):
             part = values[begin : begin + slot.nbytes // dtype.itemsize]
             begin += len(part)
-            if not is_own:
+            if not is_present:
                 continue
             gradient = self._memory.read(slot.index, elsewhere).view(dtype)
             np.multiply(gradient, dtype.type(self._options.prescale), out=part)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from multiring.arrays import contiguous, joined
+from multiring.arrays import contiguous, joined, without_mask
 from multiring.communicator import Communicator
 from multiring.derived import resolve
 from multiring.errors import UsageError
@@ -93,10 +93,10 @@ def broadcast_arrays(
         advice: What to do about different names, for the error.
 
     Raises:
-        UsageError: `root` is not a rank.
+        UsageError: `root` is not a rank, or an array is masked.
         MismatchError: The ranks pass different names, shapes or dtypes.
     """
-    flat = {name: contiguous(array) for name, array in arrays.items()}
+    flat = {name: contiguous(without_mask(array, f"'{name}'")) for name, array in arrays.items()}
     buffers = [
         StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {array.shape}")
         for name, array in flat.items()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from multiring.arrays import contiguous, joined
+from multiring.arrays import contiguous, joined, without_mask
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import first_and_more
 from multiring.types import BufferMode
@@ -41,10 +41,12 @@ def sync_arrays(
         active: Per rank, whether it has data and its arrays count; all of them by default.
 
     Raises:
-        UsageError: There is no such mode.
+        UsageError: There is no such mode, or an array is masked.
         MismatchError: The ranks pass different numbers of bytes.
     """
     check_mode(comm.rank, mode)
+    for name, array in arrays.items():
+        without_mask(array, f"'{name}'")
     counted = [True] * comm.size if active is None else [bool(one) for one in active]
     if comm.size == 1 or mode == "local" or not any(counted):
         return

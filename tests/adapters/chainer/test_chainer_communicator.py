@@ -394,3 +394,15 @@ def test_objects_that_cannot_be_sent(comm: Communicator) -> None:
     refuses((UsageError, TypeError), "NoneType", mpi.scatter, None, root=2)
     refuses(AttributeError, "'Allreduce': it sends objects only.*MPI.COMM_WORLD", lambda: mpi.Allreduce)
     assert not hasattr(mpi, "isend")
+
+
+def test_bool_and_masked_arrays(comm: Communicator) -> None:
+    """Bool has no sum, and a mask would get lost: the root's error reaches all ranks."""
+    mn = multiring.chainer.create_communicator(comm)
+    masked: Any = np.ma.MaskedArray(np.ones(3), mask=[False, True, False])
+    with pytest.raises(UsageError, match="bool has no sum"):
+        mn.allreduce(np.ones(3, bool))
+    for call in (mn.allreduce, mn.bcast, mn.allgather):
+        with pytest.raises(UsageError, match="is masked"):
+            call(masked)
+    assert not comm.is_broken

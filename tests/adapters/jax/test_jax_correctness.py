@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -203,3 +204,108 @@ def test_weak_types_are_those_of_the_root(comm: Communicator) -> None:
     half = jnp.ones(2, jnp.bfloat16)
     assert (half * found["weak"]).dtype == jnp.bfloat16
     assert (half * found["strong"]).dtype == strong.dtype
+
+
+def helper(x: Any) -> Any:
+    return mj.allreduce(x)
+
+
+def _first() -> Any:
+    def step(x: Any) -> Any:
+        return helper(x) * 2
+
+    return step
+
+
+def _second() -> Any:
+    def step(x: Any) -> Any:
+        return helper(x) * 3
+
+    return step
+
+
+def _scanned(step: Any) -> Any:
+    """The collective in a loop, whose body both programs share."""
+    return jax.lax.scan(shared_body, step, jnp.zeros(2))[0]
+
+
+def shared_body(carry: Any, _: Any) -> Any:
+    return helper(carry), None
+
+
+def _first_loop() -> Any:
+    def step(x: Any) -> Any:
+        return _scanned(x) * 2
+
+    return step
+
+
+def _second_loop() -> Any:
+    def step(x: Any) -> Any:
+        return _scanned(x) * 3
+
+    return step
+
+
+def _of_sum(function: Any) -> Any:
+    return functools.wraps(function)(lambda x: function(x).sum())
+
+
+# fmt: off
+LAMBDAS = lambda x: helper(x) * 2, lambda x: helper(x) * 3
+DIRECT = lambda x: mj.allreduce(x) * 2, lambda x: mj.allreduce(x) * 3
+# fmt: on
+PAIRS = {
+    "two functions of one name": (_first(), _second()),
+    "with a loop that they share": (_first_loop(), _second_loop()),
+    "two lambdas on a line": LAMBDAS,
+    "with the collective in them": DIRECT,
+    "with a loop in grad": tuple(jax.grad(_of_sum(make())) for make in (_first_loop, _second_loop)),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("pair", ["two lambdas on a line", "with the collective in them"])
+def test_lambdas_on_one_line_are_told_apart(comm: Communicator, pair: str, compiled: bool) -> None:
+    """Outside of compiled functions by the column of the call alone: a helper may be called anywhere."""
+    function = PAIRS[pair][comm.rank]
+    call = jax.jit(function) if compiled else function
+    if not compiled and pair == "two lambdas on a line":
+        np.testing.assert_array_equal(call(jnp.ones(3)), comm.size * (2.0 + comm.rank) * np.ones(3))
+        return
+    text = r"test_jax_correctness\.py:\d+:\d+"
+    with pytest.raises(MismatchError, match=text), errors_break_the_queue(comm):
+        jax.block_until_ready(call(jnp.ones(3)))
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if "lambdas" not in pair and "in them" not in pair])
+def test_functions_of_one_name_are_told_apart(comm: Communicator, pair: str) -> None:
+    """Their collectives stand on one line of a helper."""
+    function = PAIRS[pair][comm.rank]
+    text = r"in the function of test_jax_correctness\.py:"
+    with pytest.raises(MismatchError, match=text), errors_break_the_queue(comm):
+        jax.block_until_ready(jax.jit(function)(jnp.ones(3)))
+
+
+def test_one_function_may_be_called_from_other_places(comm: Communicator) -> None:
+    """Compiled at another line on each rank, behind a wrapper on one, and in a branch of the rank's own."""
+
+    def logged(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(x: Any) -> Any:
+            return function(x)
+
+        return wrapper
+
+    def choose(x: Any) -> Any:
+        if comm.rank == 0:
+            return helper(x)
+        return helper(x)
+
+    step, ones = _first(), jnp.ones(3)
+    if comm.rank == 0:
+        found = jax.jit(step)(ones), jax.jit(logged(step))(ones), jax.jit(choose)(ones)
+    else:
+        found = tuple(jax.jit(function)(ones) for function in (step, step, choose))
+    for value, factor in zip(found, (2, 2, 1), strict=True):
+        np.testing.assert_array_equal(value, comm.size * factor * np.ones(3))

@@ -16,7 +16,7 @@ import multiring.numpy
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from tests.adapters.contract import Adapter, AdapterContract, oracle
-from tests.on_ranks import all_raise, on_ranks
+from tests.on_ranks import all_raise, on_ranks, refuses
 from tests.support import REPOSITORY, run_job
 
 Array = NDArray[Any]
@@ -111,6 +111,30 @@ def test_refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="'a' was said to be ready and may have left"):
         buckets.zero()
     np.testing.assert_array_equal(buckets.synchronize()["a"], 1.0)
+    buckets.close()
+
+
+def test_gradients_of_other_forms_are_refused(comm: Communicator) -> None:
+    """NumPy would broadcast them, or drop an imaginary part or a mask."""
+    weights = {"w": np.zeros((2, 3), np.float32), "s": np.zeros((), np.float32)}
+    buckets = multiring.numpy.GradientBuckets(weights, comm)
+    whole = np.ones((2, 3))
+    wrong: list[Any] = [np.ones(shape) for shape in ((1,), (3,), (1, 3), (2, 1), (), (3, 2), (1, 2, 3), (6,))]
+    wrong += [1.0, [1.0, 2.0, 3.0], whole + 1j, whole.astype(object), whole.astype(str)]
+    text = r"of 'w' is \S+ \(.*, but the parameter is float32 \(2, 3\)"
+    for give in (buckets.add, buckets.ready):
+        for gradient in wrong:
+            refuses(UsageError, text, give, "w", gradient)
+        refuses(UsageError, r"'s' is float64 \(1,\), but .* float32 \(\)", give, "s", np.ones(1))
+        refuses(UsageError, "the gradient of 'w' is masked", give, "w", np.ma.MaskedArray(whole, mask=True))
+    taken: Any = whole.tolist()  # what has the shape and holds real numbers
+    buckets.add("w", taken)
+    buckets.add("w", whole.astype(np.int8))
+    buckets.ready("w", np.asfortranarray(whole))
+    buckets.ready("s", np.array(2))
+    found = buckets.synchronize()
+    np.testing.assert_array_equal(found["w"], 3 * whole)
+    assert found["s"] == 2
     buckets.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from multiring.errors import MismatchError, UsageError
 from tests.adapters.torch.support import (
     assert_gradients,
     backward,
+    bits,
     draw,
     expected,
     make_hooked,
@@ -25,7 +27,7 @@ from tests.adapters.torch.support import (
     squares,
     wrap,
 )
-from tests.on_ranks import all_raise, on_ranks
+from tests.on_ranks import all_raise, on_ranks, same_everywhere
 
 
 def own_gradients(model: nn.Module, rank: int) -> list[tuple[Any, Tensor]]:
@@ -242,3 +244,135 @@ def test_given_gradients_that_never_come_by_a_hook(comm: Communicator) -> None:
     optimizer.step()
     hooks.remove()
     optimizer.step()
+
+
+class _Adapted(nn.Module):
+    """A layer, and a small one beside it that is added to it, as in LoRA."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.extra = base, nn.Linear(6, 8).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + self.extra(x)
+
+
+def _overwritten(model: nn.Sequential) -> nn.Module:
+    """Other parameters in the same model, as a conversion makes them on request."""
+    for layer in model:
+        for name, parameter in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+    return model
+
+
+def _adapted(model: nn.Sequential) -> nn.Module:
+    """Layers put into the model, whose other parameters are frozen."""
+    model.requires_grad_(False)
+    model[0] = _Adapted(model[0])
+    return model
+
+
+def _wrapped(model: nn.Sequential) -> nn.Module:
+    """A head behind a model, which is frozen."""
+    return nn.Sequential(model.requires_grad_(False), nn.Linear(3, 3).double())
+
+
+def _made_anew(model: nn.Sequential) -> nn.Module:
+    return make_model()
+
+
+CHANGES = [_overwritten, _adapted, _wrapped, _made_anew]
+
+
+@pytest.mark.parametrize("keeps_handle", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changed_after_registration_is_told_at_the_first_step(
+    comm: Communicator, change: Callable[[nn.Sequential], nn.Module], keeps_handle: bool
+) -> None:
+    """No parameter with hooks takes part in a backward pass, so no round comes."""
+    model: Any = make_model()
+    handle: Any = register(model, comm)
+    if not keeps_handle:
+        del handle
+    model = change(model)
+    gc.collect()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    optimizer.step()  # as it is made to have a state
+    torch.autograd.backward(squares(model, comm.rank))
+    before = bits(model.parameters())
+    with pytest.raises(UsageError, match="steps with (a gradient|gradients).* not reduced.* register"):
+        optimizer.step()
+    assert bits(model.parameters()) == before
+
+
+@pytest.mark.parametrize("give", [by_autograd_grad, by_torch_func, into_the_same_tensors, through_data])
+@pytest.mark.parametrize("sets_to_none", [False, True])
+def test_given_gradients_after_usual_steps(
+    comm: Communicator, give: Callable[[nn.Module, int], None], sets_to_none: bool
+) -> None:
+    model, hooks = make_hooked(comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad(sets_to_none)
+        backward(model, comm.rank)
+        optimizer.step()
+    optimizer.zero_grad(sets_to_none)
+    give(model, comm.rank)
+    with pytest.raises(UsageError, match="steps with a gradient of '0.weight' that is not reduced"):
+        optimizer.step()
+    hooks.synchronize()
+    optimizer.step()
+    assert same_everywhere(comm, bits(model.parameters()))
+
+
+def test_given_gradients_of_a_part_of_the_model(comm: Communicator) -> None:
+    """Those of the others are reduced."""
+    model, _ = make_hooked(comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss, head = squares(model, comm.rank), list(model[4].parameters())
+    gradients = torch.autograd.grad(loss, head, retain_graph=True)
+    torch.autograd.backward(loss, inputs=list(model[:4].parameters()))
+    optimizer.step()
+    for parameter, gradient in zip(head, gradients, strict=True):
+        parameter.grad = gradient
+    with pytest.raises(UsageError, match=r"a gradient of '4.weight' that is not reduced"):
+        optimizer.step()
+
+
+def test_optimizers_that_may_step_as_they_are(comm: Communicator) -> None:
+    """Over a model without hooks beside one with hooks, in turns, with clipping, after no_sync(), and with
+    gradients of earlier steps that are kept."""
+    model, hooks = make_hooked(comm)
+    local: Any = multiring.torch.local_copy(model)
+    other = make_model(1)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.01)
+    alone, own, parts = (torch.optim.SGD(m.parameters(), 0.01) for m in (other, local, model[:2]))
+    for step in range(4):
+        for optimizer, part in ((alone, other), (own, local)):  # before the first round, too
+            torch.autograd.backward(squares(part, comm.rank))
+            optimizer.step()
+        if step % 2 == 0:
+            model.zero_grad()
+        backward(model, comm.rank)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        for optimizer in (parts, both, parts):
+            optimizer.step()
+        torch.autograd.backward(model[4].bias.square().sum())
+        for parameter in model.parameters():
+            parameter.grad = 2 * parameter.grad
+        both.step()
+    with hooks.no_sync():
+        backward(model, comm.rank)
+    both.step()
+    model.zero_grad()
+    closure_model, _ = make_hooked(comm)
+    search = torch.optim.LBFGS(closure_model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        search.zero_grad()
+        loss = squares(closure_model, 0)
+        torch.autograd.backward(loss)
+        return loss
+
+    for _ in range(3):
+        search.step(closure)

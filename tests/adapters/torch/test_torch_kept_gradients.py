@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import multiring.torch
-from multiring import Communicator
+from multiring import Communicator, TopK
 from multiring.errors import MismatchError, UsageError
 from tests.adapters.torch.support import (
     Loss,
@@ -23,6 +23,7 @@ from tests.adapters.torch.support import (
     check_steps,
     draw,
     expected,
+    make_model,
     register,
     squares,
     wrap,
@@ -310,3 +311,20 @@ def test_gradients_made_in_inference_mode(comm: Communicator) -> None:
             given.fill_(comm.rank + step)
         optimizer.step()
         assert bool((given == (comm.size - 1) / 2 + step).all())
+
+
+def test_gradients_that_one_rank_adds_to_are_compressed_as_the_others(comm: Communicator) -> None:
+    """The second backward pass of a step uses other parameters on each rank; all keep the first gradients."""
+    found = []
+    for compression in (None, TopK(1.0)):
+        model = make_model()
+        hooks = register(model, comm, compression=compression)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, comm.rank)
+            torch.autograd.backward(model[4 * comm.rank].bias.square().sum())
+            optimizer.step()
+        found.append(bits(model.parameters()))
+        hooks.remove()
+    assert found[0] == found[1]

@@ -54,7 +54,7 @@ def _legal(dtype: torch.dtype) -> list[Any]:
     if dtype.is_complex:
         return [R.SUM, R.AVG]
     if dtype == torch.bool:
-        return [R.MIN, R.MAX, *BITWISE]
+        return [R.SUM, R.PRODUCT, R.MIN, R.MAX, *BITWISE]
     return [R.SUM, R.AVG, R.PRODUCT, R.MIN, R.MAX, *([] if dtype.is_floating_point else BITWISE)]
 
 

@@ -171,7 +171,9 @@ TEST_P(CollectivesTest, ReduceScatter) {
   for_each_case([](const Case& c) {
     const std::uint64_t count = c.rows.of(0) * 2;
     const Range block = block_range(count, c.size, c.rank);
-    const ReduceOp op = c.dtype == DType::kBool || c.rows.step > 1 ? ReduceOp::kSum : ReduceOp::kAverage;
+    const ReduceOp op = c.dtype == DType::kBool ? ReduceOp::kMax
+                        : c.rows.step > 1       ? ReduceOp::kSum
+                                                : ReduceOp::kAverage;
     const Bytes expected =
         reduced_block(c.dtype, op, count * c.row, {block.begin * c.row, block.end * c.row}, c.size);
     const Bytes input = c.input(count, c.rank);

@@ -178,7 +178,8 @@ TEST_P(ErrorsTest, UsageErrorsBreakNothing) {
       }
     };
     float* const data = array.data();
-    for (const Reduction& reduction : {Reduction{ReduceOp::kAverage}, {ReduceOp::kSum, 1.0, 0.5}})
+    for (const Reduction& reduction :
+         {Reduction{ReduceOp::kSum}, {ReduceOp::kAverage}, {ReduceOp::kMax, 1.0, 0.5}})
       expect_usage(
           {.dtype = DType::kBool, .rows = 10, .input = data, .output = data, .reduction = reduction});
     for (const int root : {-1, 2})

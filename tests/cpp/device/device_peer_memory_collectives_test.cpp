@@ -142,6 +142,7 @@ TEST(DevicePeerMemoryCollectivesTest, ReduceScatterOfEveryDType) {
   for_each_order({3}, [](PeerJob& job, Communicator& communicator) {
     for (const DType dtype : kAllDTypes)
       for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin}) {
+        if (!is_accepted(dtype, op)) continue;
         const ReduceProblem problem = make_problem(dtype, {op}, 70'001 / dtype_size(dtype), 3);
         expect_reduced(job, communicator, CallMode::kSync, problem, problem.count);
       }

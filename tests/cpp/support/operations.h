@@ -16,6 +16,11 @@ namespace multiring::testing {
 /// element, and the sums of all dtypes are compared without them.
 std::vector<DType> tested_dtypes();
 inline const std::vector<DType> kAllDTypes = tested_dtypes();
+
+/// Whether a communicator reduces this dtype in this way: bool has no sum and no average.
+constexpr bool is_accepted(DType dtype, ReduceOp op) {
+  return dtype != DType::kBool || (op != ReduceOp::kSum && op != ReduceOp::kAverage);
+}
 inline constexpr ReduceOp kAllReduceOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
                                              ReduceOp::kMax, ReduceOp::kProduct};
 

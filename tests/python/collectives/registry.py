@@ -25,6 +25,10 @@ class Collective:
     takes_out: bool = False
     only_root: bool = False
 
+    def options(self, dtype: str) -> dict[str, str]:
+        """Return what a call of this dtype has to give: bool has no sum."""
+        return {"op": "max"} if dtype == "bool" and self.name in ("allreduce", "reduce_scatter") else {}
+
     def call(self, comm: Communicator, x: Any, *, asynchronous: bool = False, **options: Any) -> Any:
         """Calls it and returns its result."""
         if self.only_root and comm.rank != comm.size - 1:
@@ -38,7 +42,7 @@ class Collective:
 
 
 def _reduced(inputs: Sequence[Bits], rank: int, dtype: str) -> Bits:
-    return Reduction("sum").apply(inputs, dtype)
+    return Reduction("max" if dtype == "bool" else "sum").apply(inputs, dtype)
 
 
 def _reduce_scattered(inputs: Sequence[Bits], rank: int, dtype: str) -> Bits:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import multiring.numpy
 from multiring import Communicator, MismatchError, UsageError
 from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import KINDS, ArrayKind, assert_same_bits, bits_of, is_result_of
@@ -43,7 +44,8 @@ def check_collective(
     inputs = [random_bits(rank, shape, dtype) for rank, shape in enumerate(shapes)]
     wanted = collective.expected(inputs, comm.rank, dtype)
     x = kind.make(inputs[comm.rank], dtype)
-    result = collective.call(comm, x, asynchronous=asynchronous)
+    call = partial(collective.call, comm, x, asynchronous=asynchronous, **collective.options(dtype))
+    result = call()
     if wanted is None:
         assert result is None
         return
@@ -54,10 +56,10 @@ def check_collective(
     if not (collective.takes_out and kind.writable):
         return
     out = kind.make(np.zeros_like(wanted), dtype)
-    assert collective.call(comm, x, asynchronous=asynchronous, out=out) is out
+    assert call(out=out) is out
     assert_same_bits(out, wanted)
     if bits_of(x).shape == wanted.shape:  # in place
-        assert collective.call(comm, x, asynchronous=asynchronous, out=x) is x
+        assert call(out=x) is x
         assert_same_bits(x, wanted)
 
 
@@ -252,3 +254,40 @@ def test_refused_outs(comm: Communicator) -> None:
         comm.allreduce(x, out=x)
     assert not comm.is_broken
     comm.barrier()
+
+
+@on_ranks(1, 2)
+def test_masked_arrays_are_refused(comm: Communicator) -> None:
+    """By every collective, as input and as output: NumPy would hand over the values under the mask."""
+
+    def masked(rows: int = 4) -> Any:
+        return np.ma.MaskedArray(np.arange(float(rows)), mask=[True] * rows)
+
+    calls = [
+        partial(collective.call, comm, x, asynchronous=asynchronous)
+        for collective in COLLECTIVES.values()
+        for asynchronous in (False, True)
+        for x in (masked(), [masked(2), (masked(2),)], np.ma.masked)
+        if not collective.only_root or comm.rank == comm.size - 1
+    ]
+    calls += [
+        partial(collective.call, comm, np.ones(4), asynchronous=asynchronous, out=out)
+        for collective in COLLECTIVES.values()
+        for asynchronous in (False, True)
+        for out in (masked(), masked(8)[::2])
+        if collective.takes_out
+    ]
+    calls += [
+        partial(comm.allreduce, masked(), out=np.empty(4)),
+        partial(comm.send, masked(), comm.rank),
+        partial(comm.recv, comm.rank, out=masked()),
+        partial(multiring.numpy.broadcast_parameters, {"a": masked(), "b": np.ones(2)}, comm=comm),
+        *(partial(multiring.numpy.sync_buffers, {"a": masked()}, m, comm) for m in ("average", "broadcast")),
+        partial(multiring.numpy.average_metrics, {"loss": np.ma.masked}, 1, comm),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=r"is masked.*pass x.filled\(value\)"):
+            call()
+    assert not comm.is_broken
+    found = comm.broadcast_object(masked(), 0)
+    assert found.mask.all()

@@ -22,7 +22,12 @@ from tests.python.collectives.registry import COLLECTIVES
 EXACT = [Reduction(op) for op in ("sum", "min", "max", "product")]
 SCALED = [Reduction("average"), Reduction("average", 0.5), Reduction("sum", -1.7, 1 / 3)]
 BITWISE = [Reduction(f"bitwise_{op}") for op in ("and", "or", "xor")]
-REDUCTIONS = {"int64": EXACT + BITWISE, "bool": BITWISE, "float16": EXACT + SCALED, "float64": EXACT + SCALED}
+REDUCTIONS = {
+    "int64": EXACT + BITWISE,
+    "bool": EXACT[1:] + BITWISE,
+    "float16": EXACT + SCALED,
+    "float64": EXACT + SCALED,
+}
 
 
 @on_ranks(1, 3)
@@ -143,11 +148,14 @@ def test_usage(comm: Communicator) -> None:
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: comm.allreduce(x, "mean"), "op is 'mean'; accepted: sum, average, min, max, product"),
         (lambda: comm.allreduce(x, None), "op is None"),  # type: ignore[arg-type]
+        (lambda: comm.allreduce(x > 0), "bool has no sum; use max .* integer dtype to count"),
+        (lambda: comm.allreduce_async([True]), "bool has no sum"),
+        (lambda: comm.reduce_scatter(x > 0), "bool has no sum"),
         (lambda: comm.allreduce(x > 0, "average"), "bool has no average"),
         (lambda: queue.allreduce(x, name="x", op="mean"), "op is 'mean'"),  # type: ignore[arg-type]
         (lambda: queue.allreduce(x > 0, name="x", op="average"), "bool has no average"),
-        (lambda: comm.reduce_scatter(x > 0, prescale=2.0), "bool cannot be scaled"),
-        (lambda: comm.allreduce(x > 0, postscale=2.0), "bool cannot be scaled"),
+        (lambda: comm.reduce_scatter(x > 0, "max", prescale=2.0), "bool cannot be scaled"),
+        (lambda: comm.allreduce(x > 0, "max", postscale=2.0), "bool cannot be scaled"),
         (lambda: comm.allreduce(x, "bitwise_and"), "takes integers or bool"),
         (lambda: comm.allreduce(x > 0, "bitwise_or", prescale=2.0), "cannot be scaled"),
         (

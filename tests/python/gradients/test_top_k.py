@@ -69,6 +69,7 @@ def split(values: Values, indices: list[int]) -> list[Values]:
 
 def by_description(
     gradients: list[dict[int, Values]],
+    produced: set[int],
     residuals: list[list[Values]],
     buckets: list[list[int]],
     ratio: float,
@@ -87,11 +88,11 @@ def by_description(
             messages.append(np.zeros_like(together))
             messages[-1][chosen] = together[chosen]
             for index, part in zip(indices, split(together - messages[-1], indices), strict=True):
-                if index in mine:
+                if index in mine and index in produced:
                     kept[index] = part
         total = Reduction(scaling.op, 1.0, scaling.postscale).apply(messages, "float32")
         reduced |= zip(indices, split(total, indices), strict=True)
-    return {index: part for index, part in reduced.items() if any(index in mine for mine in gradients)}
+    return {index: part for index, part in reduced.items() if index in produced}
 
 
 @on_ranks(3)
@@ -108,11 +109,18 @@ def test_every_step_follows_the_description(comm: Communicator, ratio: float, sc
     source = Source(comm, specs, options)
     reducer = source.reducer
     residuals = [[np.zeros(size, np.float32) for size in SIZES] for _ in range(comm.size)]
+    last: dict[int, Values] = {}
     for number in range(7):
-        gradients = produced_in(number, comm.size)
+        new = produced_in(number, comm.size)
         buckets = [[slot.index for slot in bucket.slots] for bucket in reducer.plan.buckets]
-        wanted = by_description(gradients, residuals, buckets, ratio, scaling)
-        mine = list(gradients[comm.rank])
+        keeps = np.random.default_rng(100 + number).random((comm.size, len(SIZES))) < 0.5
+        gradients = [
+            {k: v for k, v in last.items() if keeps[rank, k]} | mine for rank, mine in enumerate(new)
+        ]
+        gradients = [dict(sorted(mine.items())) for mine in gradients]
+        wanted = by_description(gradients, set().union(*new), residuals, buckets, ratio, scaling)
+        last |= wanted
+        mine = list(new[comm.rank])
         source.begin(gradients[comm.rank], range(0, len(SIZES), 2))
         for index in mine[1::2]:
             reducer.mark_pending(index)
@@ -149,6 +157,70 @@ def test_a_ratio_of_one_has_the_bits_of_the_dense_sum(comm: Communicator) -> Non
             assert not any(rest.any() for rest in source.reducer.residuals().values())
             source.reducer.close()
         assert found[0] == found[1]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("scaling", [Reduction("average"), Reduction("sum", 0.3, 1.7)])
+def test_a_ratio_of_one_is_dense_with_kept_gradients(comm: Communicator, scaling: Reduction) -> None:
+    """In each round every rank has each gradient anew, keeps that of an earlier round, or has none. The last
+    rank runs out of data."""
+    specs = [ParameterSpec(f"p{k}", (size,), "float32") for k, size in enumerate(SIZES)]
+    found = []
+    for compression in (None, TopK(1.0)):
+        options = ReducerOptions(
+            op=scaling.op,
+            bucket_bytes=LIMIT,
+            prescale=scaling.prescale,
+            postscale=scaling.postscale,
+            compression=compression,
+        )
+        source = Source(comm, specs, options)
+        generator = np.random.default_rng(5)
+        last: dict[int, Values] = {}
+        seen: list[object] = []
+        for number in range(9 if comm.rank == comm.size - 1 else 12):
+            fates = generator.integers(0, 3, (comm.size, len(SIZES)))[comm.rank]
+            new = np.flatnonzero(fates == 0).tolist()
+            kept = [index for index in np.flatnonzero(fates == 1).tolist() if index in last]
+            drawn = {k: random_bits(90 * number + 9 * k + comm.rank, (SIZES[k],), "float32") for k in new}
+            source.begin({k: last[k] for k in kept} | drawn, range(0, len(SIZES), 2))
+            for index in new:
+                source.reducer.mark_ready(index)
+            result = source.reducer.finish()
+            there = [k for k in range(len(SIZES)) if result.produced[k] or k in kept]
+            last |= {index: source.read(index).copy() for index in there}
+            seen.append((result.produced.tolist(), [last[index].tobytes() for index in there]))
+        source.begin({})
+        source.reducer.join()
+        assert not any(rest.any() for rest in source.reducer.residuals().values())
+        source.reducer.close()
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+@on_ranks(3)
+def test_a_gradient_that_a_rank_keeps_is_sent(comm: Communicator) -> None:
+    """Nothing is lost, nothing is sent twice: what a round leaves out of a kept gradient is residual, and it
+    is sent later. A round in which no rank has a new gradient changes nothing."""
+    source = Source(comm, [ParameterSpec("p", (4,), "float32")], ReducerOptions(compression=TopK(0.5)))
+    reducer = source.reducer
+    source.reduce({0: np.float32([4, 3, 2, 1])})
+    for first in (12, 8):
+        kept = source.read(0).copy()
+        if comm.rank == 0:
+            source.reduce({0: np.float32([first, 0, 0, 0])})
+        else:
+            source.begin({0: kept})
+            reducer.finish()
+        if first == 12:  # rank 0 has (12, 0, 2, 1), and the others (4, 3, 2, 1)
+            np.testing.assert_allclose(source.read(0), np.float32([20, 6, 2, 0]) / 3)
+            assert reducer.residuals()["p"].tolist() == ([0, 0, 0, 1] if comm.rank == 0 else [0, 0, 2, 1])
+    before = source.read(0).copy(), reducer.residuals()["p"]
+    source.begin({0: before[0]})
+    assert not reducer.finish().produced.any()
+    assert source.read(0).tobytes() == before[0].tobytes()
+    assert reducer.residuals()["p"].tobytes() == before[1].tobytes()
+    reducer.close()
 
 
 @on_ranks(3)
