@@ -35,12 +35,14 @@ class Joining:
         zeros: Makes its tensors when it has.
         since: How many meetings there had been then; None: it has not.
         last: The rank that was the last to join, once all have.
+        ends: How often all ranks have joined.
     """
 
     def __init__(self) -> None:
         self.zeros: Zeros = _numpy_zeros
         self.since: int | None = None
         self.last = -1
+        self.ends = 0
         self._given: set[Key] = set()  # zeros for operations without a name
 
     def has_given(self, key: Key) -> bool:
@@ -66,6 +68,7 @@ class Joining:
         """To be called when all ranks have joined; `reports` are theirs."""
         _, self.last = max((each.joined_in or 0, rank) for rank, each in enumerate(reports))
         self.since = None
+        self.ends += 1
         self._given.clear()
 
 

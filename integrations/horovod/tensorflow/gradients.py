@@ -12,10 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from multiring.horovod.process_sets import ProcessSet, global_process_set
-from multiring.horovod.reduce_ops import Average
+from multiring.horovod.reduce_ops import Adasum, Average
 from multiring.horovod.request import Source
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.differentiable import Reduction, begin_allreduce
+from multiring.horovod.tensorflow.drift import Numbers, after_check
 from multiring.horovod.tensorflow.graph_calls import name_in_graph
 
 __all__ = ["GradientOptions", "LocalVariables", "identity_of"]
@@ -94,7 +95,11 @@ class GradientOptions:
         return cls(groups=groups, predivide=predivide, scale_local=scale_local_gradients, **options)
 
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], local: LocalVariables | None = None
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        local: LocalVariables | None = None,
+        numbers: Numbers = dict,
     ) -> list[Any]:
         """The gradients reduced over ranks, in the same order; None stays None.
 
@@ -102,8 +107,10 @@ class GradientOptions:
             gradients: Tensors, `tf.IndexedSlices` or None.
             variables: What they are the gradients of: the same variables in the same order on all ranks.
             local: Those that are not reduced.
+            numbers: Gives hyperparameters, by name, which are compared over ranks with the variables.
 
         Raises:
+            MismatchError: The variables or numbers of the ranks differ.
             tf.errors.OpError: A rank has a gradient where another has None. In a graph, when it runs.
         """
         process_set = self.process_set
@@ -119,6 +126,8 @@ class GradientOptions:
         if size > 1 or self.predivide != 1.0:
             shared = [k for k in range(len(results)) if not is_local[k]]
             self._reduce_all(results, shared, variables)
+            if self.op != Adasum:  # variables then differ before their changes are combined
+                results = after_check(results, [variables[k] for k in shared], process_set, numbers)
         for k in present:
             if is_local[k] and self.scale_local and size > 1:
                 results[k] = _divided(results[k], size)

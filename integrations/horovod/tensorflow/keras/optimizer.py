@@ -4,16 +4,19 @@ one's class."""
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average
 from multiring.horovod.tensorflow.accumulation import Accumulation
 from multiring.horovod.tensorflow.compression import Compression, Compressor
+from multiring.horovod.tensorflow.drift import Numbers
 from multiring.horovod.tensorflow.gradients import GradientOptions, LocalVariables, identity_of
 from multiring.tensorflow.optimizers.xla import keep_xla_off
 
@@ -61,8 +64,9 @@ class _Distributed:
         given = {identity_of(v): gradient for v, gradient in zip(variables, gradients, strict=True)}
         places = {identity_of(variable): k for k, variable in enumerate(all_variables)}
         if not given.keys() <= places.keys():
-            return options.reduce(gradients, variables, local)
-        reduced = options.reduce([given.get(place) for place in places], all_variables, local)
+            return options.reduce(gradients, variables, local, _rate_of(self))
+        everything = [given.get(place) for place in places]
+        reduced = options.reduce(everything, all_variables, local, _rate_of(self))
         return [reduced[places[identity_of(variable)]] for variable in variables]
 
     def _step(
@@ -83,6 +87,19 @@ class _Distributed:
     def _skipped(self) -> Any:
         iterations: Any = self.iterations  # type: ignore[attr-defined]
         return iterations.assign_add(tf.ones([], iterations.dtype))
+
+
+def _rate_of(optimizer: Any) -> Numbers:
+    """Return what gives the learning rate as a hyperparameter. A schedule makes it of the steps of this rank,
+    which may have had less data than others."""
+    reference = weakref.ref(optimizer)
+
+    def numbers() -> dict[str, object]:
+        alive = reference()
+        rate = getattr(getattr(alive, "inner_optimizer", alive), "_learning_rate", None)
+        return {} if rate is None or callable(rate) else {"learning_rate": float(np.asarray(rate))}
+
+    return numbers
 
 
 class _OfKeras3(_Distributed):

@@ -1,0 +1,115 @@
+"""The check that all ranks hold the same variables, where tapes and optimizers reduce gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from multiring.error_text import text_of
+from multiring.errors import MismatchError
+from multiring.horovod.process_sets import ProcessSet
+from multiring.horovod.state_check import SetCheck
+from multiring.tensorflow.variables import named_variables
+
+__all__ = ["Numbers", "after_check"]
+
+Numbers = Callable[[], dict[str, object]]
+
+
+class _Checked:
+    """The check of the variables that one list of gradients belongs to.
+
+    It counts the reductions since all ranks joined last: ranks that had less data have missed some before.
+    """
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        self._process_set = process_set
+        self._check = SetCheck(process_set, "hvd.broadcast_variables")
+        self._counted_in: object = None
+        self._steps = 0
+        self.variables: list[weakref.ref[Any]] = []
+        self.numbers: Numbers = dict
+
+    def run(self) -> None:
+        """Count a reduction, and compare if it is time. Collective.
+
+        Raises:
+            MismatchError: The ranks differ.
+        """
+        operations = self._process_set.operations()
+        counted_in = operations, operations.joining.ends
+        if self._counted_in != counted_in:
+            self._counted_in, self._steps = counted_in, 0
+        self._steps += 1
+        self._check.run("gradients", self._steps, self._entries, lambda: self.numbers().items())
+
+    def _entries(self) -> Iterator[tuple[str, object]]:
+        alive = [variable for variable in (ref() for ref in self.variables) if variable is not None]
+        for name, variable in named_variables(alive).items():
+            yield f"parameter {name}", np.asarray(variable)
+
+
+# By the identity of the first variable, which removes its entry when it goes.
+_checked: dict[int, tuple[weakref.ref[Any], _Checked]] = {}
+
+
+def after_check(
+    gradients: list[Any], variables: Sequence[Any], process_set: ProcessSet, numbers: Numbers = dict
+) -> list[Any]:
+    """Return the reduced gradients, after a comparison of the variables over ranks, if it is time for one.
+
+    Args:
+        gradients: Tensors, `tf.IndexedSlices` or None.
+        variables: What they are the gradients of, without those that each rank keeps to itself.
+        process_set: Ranks that have reduced the gradients.
+        numbers: Gives hyperparameters by name.
+
+    Raises:
+        MismatchError: Variables differ; inside of a `tf.function` as a `tf.errors.UnknownError`.
+    """
+    held = [_held(variable) for variable in variables]
+    compared = [variable for variable in held if isinstance(variable, tf.Variable)]
+    in_session = not tf.compat.v1.executing_eagerly_outside_functions()
+    if not compared or (process_set.size() or 1) == 1 or in_session:
+        return gradients
+    checked = _check_of(compared[0], process_set)
+    checked.variables, checked.numbers = [weakref.ref(variable) for variable in compared], numbers
+    if tf.executing_eagerly():
+        checked.run()
+        return gradients
+    made = [gradient for gradient in gradients if gradient is not None]
+    with tf.control_dependencies(tf.nest.flatten(made, expand_composites=True)):
+        done = tf.numpy_function(_running(checked), [], [])
+    with tf.control_dependencies([done]):
+        return [
+            None if each is None else tf.nest.map_structure(tf.identity, each, expand_composites=True)
+            for each in gradients
+        ]
+
+
+def _held(variable: Any) -> Any:
+    """Return the variable of TensorFlow that one of Keras holds."""
+    return getattr(variable, "_value", variable)
+
+
+def _check_of(variable: Any, process_set: ProcessSet) -> _Checked:
+    key = id(variable)
+    found = _checked.get(key)
+    if found is None or found[0]() is not variable:
+        reference = weakref.ref(variable, lambda _: _checked.pop(key, None))
+        found = _checked[key] = reference, _Checked(process_set)
+    return found[1]
+
+
+def _running(checked: _Checked) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            checked.run()
+        except MismatchError as error:
+            raise RuntimeError(text_of(error)) from error
+
+    return run
