@@ -164,7 +164,8 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     storage = first.untyped_storage().data_ptr()
     for tensor in there:
         follows = tensor.data_ptr() == first.data_ptr() + total * first.element_size()
-        if not (follows and tensor.is_contiguous() and tensor.dtype == first.dtype):
+        is_alike = tensor.dtype == first.dtype and tensor.is_neg() == first.is_neg()
+        if not (follows and is_alike and tensor.is_contiguous()):
             return None
         if tensor.untyped_storage().data_ptr() != storage:
             return None
