@@ -158,7 +158,11 @@ def empty_like(x: Array) -> Array:
     if isinstance(x, np.ndarray | np.generic):
         return np.empty(x.shape, x.dtype)
     if hasattr(x, "new_empty"):
-        return x.new_empty(x.shape)
+        try:
+            return x.new_empty(x.shape)
+        except Exception:  # a tensor that stands for others: what is wrong is better said here
+            require_memory(x)
+            raise
     make = _maker(x, "empty_like")
     if make is not None:
         return make(x)
