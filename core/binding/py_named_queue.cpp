@@ -80,6 +80,12 @@ void bind_named_queue(py::module_& module) {
       .def("submit", &submit_named, py::arg("name"), py::arg("operation"), py::arg("priority"),
            py::arg("step"))
       .def(
+          "await_queued",
+          [](const PyNamedQueue& self, const PyOperation& prepared) {
+            self.handle().get()->await_queued(prepared.operation, call_options(-1.0));
+          },
+          py::arg("operation"), Released(), "Waits until no submitted operation conflicts with this one.")
+      .def(
           "abort",
           [](const PyNamedQueue& self, const std::string& message) {
             self.handle().get()->abort(Error(ErrorKind::kAborted, message));

@@ -115,7 +115,7 @@ void NamedQueue::prepare(NamedRequest& request) const {
     if (operation.descriptor.name_view().empty())
       operation.descriptor.set_name(
           request.operations.size() == 1 ? request.name : request.name + "[" + std::to_string(i) + "]");
-    if (operation.on_devices != nullptr) await_unmatched(operation);
+    if (operation.on_devices != nullptr) await_unmatched(operation, {});
     data_->prepare(operation);
   }
 }
@@ -150,7 +150,13 @@ void NamedQueue::release_held_back() {
   });
 }
 
-void NamedQueue::await_unmatched(const Operation& operation) const {
+void NamedQueue::await_queued(const Operation& operation, const CallOptions& call) {
+  throw_if_abandoned();
+  await_unmatched(operation, call);
+  data_->await_queued(data_->last_conflict(operation), call);
+}
+
+void NamedQueue::await_unmatched(const Operation& operation, const CallOptions& call) const {
   std::unique_lock lock(mutex_);
   const auto conflicts = [&] {
     for (const auto& [name, submissions] : unmatched_)
@@ -165,6 +171,10 @@ void NamedQueue::await_unmatched(const Operation& operation) const {
                   "it shares memory with an operation that is not matched yet, which a callback of "
                   "the queue cannot wait for");
     changed_.wait_for(lock, kLongestPause);
+    if (call.interrupt == nullptr || !*call.interrupt) continue;
+    lock.unlock();
+    (*call.interrupt)();
+    lock.lock();
   }
 }
 

@@ -54,6 +54,8 @@ class MULTIRING_API NamedQueue : Immovable {
   /// Queues the operations of a request and returns their works. Never waits; `done` is called on a thread of
   /// the queue or inside close(), never in here. If it raises, nothing was queued.
   Works submit(NamedRequest request);
+  /// Waits until the memory of `operation` conflicts with that of no operation of this queue.
+  void await_queued(const Operation& operation, const CallOptions& call);
   /// Breaks the queue on all ranks.
   void abort(const Error& error);
   /// Ends this rank's part: pending work fails, peers that still need it learn that it left. Idempotent. On a
@@ -77,7 +79,7 @@ class MULTIRING_API NamedQueue : Immovable {
   /// Lets those be announced that waited only for what has been matched.
   void release_held_back();  // likewise
   /// Waits until nothing that is unmatched conflicts with an operation whose arrays are copied at once.
-  void await_unmatched(const Operation& operation) const;
+  void await_unmatched(const Operation& operation, const CallOptions& call) const;
   void start_control();  // with mutex_ held
   void run_control();
   void negotiate_until_ended();

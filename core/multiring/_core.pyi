@@ -810,6 +810,10 @@ class NamedQueue:
         To be called in a forked child.
         """
     def abort(self, message: str) -> None: ...
+    def await_queued(self, operation: Operation) -> None:
+        """
+        Waits until no submitted operation conflicts with this one.
+        """
     def close(self) -> None: ...
     def submit(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from multiring.arrays import use_of
 from multiring.collectives import Collectives
 from multiring.reductions import NativeReduction
 from multiring.types import Array
@@ -84,9 +85,4 @@ class ArrayLists(Collectives):
             x: The array, which is read afterwards.
             is_written: Whether it is written to, so that no queued operation may read it either.
         """
-        operation = self._operation("RECV" if is_written else "SEND", None)
-        if is_written:
-            operation.set_output(x)
-        else:
-            operation.set_input(x)
-        self._core.await_queued(self._core.last_conflict(operation))
+        self._core.await_queued(self._core.last_conflict(use_of(x, is_written=is_written)))

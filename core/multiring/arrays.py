@@ -30,6 +30,7 @@ __all__ = [
     "set_arrays",
     "set_input",
     "set_output",
+    "use_of",
     "without_gradient",
     "without_mask",
 ]
@@ -265,6 +266,16 @@ def require_memory(x: Array) -> None:
     """Raise UsageError if an array has no memory of its own, such as a tensor that stands for others, or if
     its memory does not hold all its elements."""
     _core.require_memory(x)
+
+
+def use_of(x: Array, *, is_written: bool = False) -> _core.Operation:
+    """Return an operation that stands for a use of the contiguous `x`, to ask what conflicts with it."""
+    operation = _core.Operation(_core.OpKind.RECV if is_written else _core.OpKind.SEND)
+    if is_written:
+        operation.set_output(x)
+    else:
+        operation.set_input(x)
+    return operation
 
 
 def set_arrays(operation: _core.Operation, x: Array, out: Array | None) -> Callable[[Any], Array]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Required, Unpack
 
 from multiring import _core
-from multiring.arrays import set_arrays
+from multiring.arrays import set_arrays, use_of
 from multiring.collectives import Collectives, Finish
 from multiring.reductions import ReductionKeywords, explain_arguments, native_reduction
 from multiring.types import Array
@@ -146,6 +146,11 @@ class NamedQueue:
         """`allreduce_async`, and waits: returns `out`, or the new array."""
         reduced: Array = self.allreduce_async(x, **options).wait()
         return reduced
+
+    def await_queued(self, x: Array) -> None:
+        """Wait until no operation of this queue that was submitted writes to the contiguous array `x`; for
+        integrations."""
+        self._core.await_queued(use_of(x))
 
     def abort(self, message: str) -> None:
         """Breaks the queue on all ranks: pending and later operations raise `AbortedError`."""

@@ -97,6 +97,10 @@ class Operations:
             self._of_last_number.clear()
             return f"{UNNAMED}{self._unnamed}"
 
+    def await_queued(self, x: Any) -> None:
+        """Wait until no operation under way writes to the contiguous array `x`."""
+        self._queue.await_queued(x)
+
     def submit(self, request: Request, start: Start) -> Pending:
         """Submits an operation. Waits for nothing but, after a mismatch, for the other ranks.
 

@@ -22,6 +22,9 @@ _LOOK_AT_ONE = 0.0005
 class Started:
     """Operations that were submitted, and what becomes of their results.
 
+    Attributes:
+        is_finished: Whether the results are there, with whatever the library does with them.
+
     Args:
         operations: Where they were submitted.
         pending: The operations, in the order of the results.
@@ -39,6 +42,8 @@ class Started:
         self._operations, self._pending, self._finish = operations, pending, finish
         self._results: list[Any] = []
         self._failure = failure
+        self._value: Any = None
+        self.is_finished = False
 
     @property
     def number(self) -> int:
@@ -73,13 +78,16 @@ class Started:
         Raises:
             HorovodInternalError: One of them has failed, on all ranks.
         """
+        if self.is_finished:
+            return self._value
         if len(self._pending) == 1 and not self._results and self._failure is None:
-            return self._finish([self._operations.wait(self._pending[0])])
+            self._results = [self._operations.wait(self._pending[0])]
         while not self.has_ended():
             self.look(_LOOK_EVERY)
         if self._failure is not None:
             raise self._failure
-        return self._finish(self._results)
+        self._value, self.is_finished = self._finish(self._results), True
+        return self._value
 
 
 def submit_all(operations: Operations, parts: Sequence[tuple[Request, Start]], finish: Finish) -> Started:

@@ -25,6 +25,7 @@ from multiring.torch_distributed import BACKEND, DEVICES, old_torch
 from multiring.torch_distributed.arguments import Tensors, seconds_of
 from multiring.torch_distributed.backend import GroupBackend
 from multiring.torch_distributed.failures import as_torch_error, describe_group
+from multiring.torch_distributed.late import LateResults, parts_of
 from multiring.torch_distributed.messages import Messenger
 from multiring.torch_distributed.streams import why_captured
 from multiring.torch_distributed.tensors import (
@@ -32,8 +33,6 @@ from multiring.torch_distributed.tensors import (
     only_cuda_device,
     require_apart,
     resolved,
-    span_of,
-    storage_key,
 )
 from multiring.torch_distributed.watchers import Watchers
 from multiring.torch_distributed.work import GroupWork, Part
@@ -90,8 +89,7 @@ class GroupBase(dist.ProcessGroup):
         self._store = given.store  # served by rank 0 as long as it is there
         self.kept: set[GroupWork] = set()
         self._coalesced: deque[GroupWork] | None = None
-        # Works whose results are copied when they are waited for, and what tells the memory of those.
-        self._late: list[tuple[frozenset[object], GroupWork]] = []
+        self._late = LateResults()
         self._closing = threading.Lock()
         self._closed = False
         adopt(comm, self.shutdown)
@@ -199,7 +197,7 @@ class GroupBase(dist.ProcessGroup):
         devices = [] if device is None else [device]
         work = GroupWork(self, parts, given, deadline if timeout is None else timeout, devices)
         if not is_message and any(part.finish is not None for part in parts):
-            self._late.append((frozenset(map(storage_key, given)), work))
+            self._late.add(given, work.wait, lambda: work.has_ended)
         if self._coalesced is not None:
             # Those that have ended are let go of: a block that raises has no end that would do it.
             while self._coalesced and self._coalesced[0].is_success():
@@ -212,15 +210,11 @@ class GroupBase(dist.ProcessGroup):
     def _settle(self, tensors: Tensors) -> None:
         """Wait until tensors hold what operations before this one have made of them, where the core does not
         see to that: results that are copied after the operation, and tensors that are copied before it."""
-        if self._late:
-            self._late = [(keys, work) for keys, work in self._late if not work.has_ended]
-            used = {storage_key(tensor) for tensor in tensors}
-            for keys, work in self._late:
-                if not keys.isdisjoint(used):
-                    work.wait()
+        self._late.settle(tensors)
         for tensor in tensors:
-            if tensor.layout is torch.strided and is_copied_at_once(tensor):
-                self.comm.await_queued(span_of(tensor))
+            if is_copied_at_once(tensor):
+                for part in parts_of(tensor):
+                    self.comm.await_queued(part)
 
     def _device_of(self, tensors: Tensors, what: str) -> torch.device | None:
         """The CUDA device of an operation of these tensors; None: it has none.

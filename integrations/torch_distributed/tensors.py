@@ -22,7 +22,6 @@ __all__ = [
     "require_count",
     "resolved",
     "span_of",
-    "storage_key",
 ]
 
 # Those that the core computes with and moves; others are moved as bytes.
@@ -117,7 +116,7 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_copied_at_once(tensor: torch.Tensor) -> bool:
     """Return whether an operation may read a copy of the tensor that was made when it was submitted."""
-    return tensor.is_cuda or tensor.is_conj()
+    return tensor.is_cuda or tensor.layout is not torch.strided or tensor.is_conj()
 
 
 def span_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,11 +128,6 @@ def span_of(tensor: torch.Tensor) -> torch.Tensor:
     length = 1 + sum((extent - 1) * step for extent, step in steps) if plain.numel() else 0
     flat = plain.as_strided((length,), (1,))
     return flat if flat.dtype in _KNOWN else flat.view(torch.uint8)
-
-
-def storage_key(tensor: torch.Tensor) -> object:
-    """Return what tensors have in common that share memory."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def require_apart(tensor: torch.Tensor, what: str) -> None:

@@ -1,5 +1,6 @@
 #include "binding/arrays/array_view.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <cstring>
@@ -135,6 +136,7 @@ ArrayView& ArrayView::operator=(ArrayView&& other) noexcept {
   release();
   buffer_ = std::exchange(other.buffer_, Py_buffer{});
   owner_ = std::move(other.owner_);
+  storage_ = std::move(other.storage_);
   shared_ = std::move(other.shared_);
   memory_ = other.memory_;
   dtype_ = other.dtype_;
@@ -149,7 +151,7 @@ ArrayView& ArrayView::operator=(ArrayView&& other) noexcept {
 
 void ArrayView::release() {
   if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
-  owner_ = py::object();
+  owner_ = storage_ = py::object();
   shared_.reset();
 }
 
@@ -159,8 +161,10 @@ void ArrayView::take_buffer(py::handle object, bool writable) {
     buffer_ = Py_buffer{};
     PyErr_Clear();
     if (is_named_bfloat16(object)) return take_array_interface(object, writable);
-    // There are libraries whose arrays have the buffer protocol for memory that the host can read as well.
-    if (py::hasattr(object, "__cuda_array_interface__")) return take_dlpack(object, writable);
+    // There are libraries whose arrays have the buffer protocol for memory that the host can read as well, or
+    // not for all their dtypes.
+    const bool is_foreign = !py::isinstance<py::array>(object) && py::hasattr(object, "__dlpack__");
+    if (is_foreign || py::hasattr(object, "__cuda_array_interface__")) return take_dlpack(object, writable);
     if (writable) throw_usage("cannot write to an array of type " + type_name(object) + ": is it read-only?");
     throw_dtype(object);
   }
@@ -317,6 +321,7 @@ void ArrayView::require_memory(py::handle object) {
                 std::to_string(storage->bytes) +
                 " bytes does not have all: it was given back or shortened, as FSDP does between uses of a "
                 "parameter");
+  if (storage) storage_ = storage->owner;
 }
 
 StridedView ArrayView::described() const {

@@ -62,6 +62,7 @@ class ArrayView {
   Py_buffer buffer_{};   // held if buffer_.obj is set
   SharedTensor shared_;  // else this
   py::object owner_;     // else the DLPack capsule or the array
+  py::object storage_;   // of a tensor, whose program may give it another one meanwhile
   Buffer memory_;
   DType dtype_ = DType::kUInt8;
   int dims_ = 0;

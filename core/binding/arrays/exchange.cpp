@@ -79,12 +79,13 @@ std::optional<Storage> storage_of(PyObject* object) {
   if (method == nullptr) return PyErr_Clear(), std::nullopt;
   PyObject* const storage = PyObject_CallOneArg(method, object);
   Py_DECREF(method);
-  Storage found{nullptr, Storage::kUnknown};
+  Storage found{nullptr, Storage::kUnknown, {}};
   if (storage != nullptr) {
     const Py_ssize_t bytes = PyObject_Size(storage);
     PyObject* const address = bytes < 0 ? nullptr : PyObject_CallMethodNoArgs(storage, data_name);
     if (address != nullptr) {
-      found = {static_cast<const std::byte*>(PyLong_AsVoidPtr(address)), static_cast<std::size_t>(bytes)};
+      found = {static_cast<const std::byte*>(PyLong_AsVoidPtr(address)), static_cast<std::size_t>(bytes),
+               pybind11::reinterpret_borrow<pybind11::object>(storage)};
       Py_DECREF(address);
     }
     Py_DECREF(storage);

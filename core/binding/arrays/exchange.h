@@ -19,7 +19,8 @@ struct Storage {
   static constexpr std::size_t kUnknown = SIZE_MAX;
 
   const std::byte* data;
-  std::size_t bytes;  ///< kUnknown: the array has no memory, because it stands for others
+  std::size_t bytes;       ///< kUnknown: the array has no memory, because it stands for others
+  pybind11::object owner;  ///< keeps the memory, whatever the tensor gets in its place
 
   bool holds(const std::byte* begin, std::size_t extent) const {
     return begin >= data && extent <= bytes && begin - data <= static_cast<std::ptrdiff_t>(bytes - extent);

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from multiring.arrays import arrived
+from multiring.horovod.basics import at_shutdown
 from multiring.horovod.operations import Start
+from multiring.horovod.process_sets import ProcessSet
 from multiring.horovod.request import Request
+from multiring.torch_distributed.late import LateResults, parts_of
 from multiring.torch_distributed.streams import CallerWork, why_captured
 
 __all__ = [
@@ -19,11 +22,16 @@ __all__ = [
     "checked",
     "described",
     "dtype_name",
+    "late",
     "ordered",
+    "settle",
     "zeros",
 ]
 
 Tensor = torch.Tensor
+
+late = LateResults()
+at_shutdown(late.clear)
 
 REDUCED = {torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16, torch.bool}
@@ -38,6 +46,7 @@ def zeros(request: Request) -> Tensor:
 
 def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
     tensor = arrived(tensor)
+    late.settle([tensor])
     if tensor.is_sparse or tensor.dtype not in accepted:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
@@ -50,6 +59,14 @@ def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
     if tensor.is_cuda and (reason := why_captured(tensor.device)) is not None:
         raise ValueError(reason)
     return tensor.detach() if tensor.requires_grad else tensor
+
+
+def settle(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
+    """Wait until tensors that the library is about to copy hold what operations before have made of them."""
+    late.settle(tensors)
+    for tensor in tensors:
+        for part in parts_of(tensor):
+            process_set.operations().await_queued(part)
 
 
 def changed(tensor: Tensor) -> Tensor:

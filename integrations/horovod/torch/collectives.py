@@ -10,6 +10,7 @@ import torch
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average, Sum, resolve_op
 from multiring.horovod.torch import moves, reduces
+from multiring.horovod.torch.checks import settle
 from multiring.horovod.torch.compression import Compression, Compressor
 from multiring.horovod.torch.handles import synchronize
 
@@ -59,6 +60,15 @@ def _reduced(
     return reduced
 
 
+def _compressed(
+    tensors: Sequence[Tensor], compression: type[Compressor], process_set: ProcessSet
+) -> list[tuple[Tensor, Any]]:
+    """Compress tensors as they are when the operations before have ended."""
+    if compression is not Compression.none:
+        settle(tensors, process_set)
+    return [compression.compress(tensor) for tensor in tensors]
+
+
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -75,7 +85,7 @@ def allreduce(
         ValueError: As `allreduce_async`.
         HorovodInternalError: The ranks ask for different things, or a rank is lost or late.
     """
-    compressed, context = compression.compress(torch.as_tensor(tensor))
+    compressed, context = _compressed([torch.as_tensor(tensor)], compression, process_set)[0]
     scale = prescale_factor, postscale_factor
     if not (compressed.requires_grad and torch.is_grad_enabled()):  # autograd takes longer than all the rest
         handle = reduces.allreduce_async(compressed, average, name, op, *scale, process_set)
@@ -95,7 +105,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allreduce` of several tensors, all of which fail together. Differentiable."""
-    pairs = [compression.compress(torch.as_tensor(tensor)) for tensor in tensors]
+    pairs = _compressed([torch.as_tensor(tensor) for tensor in tensors], compression, process_set)
     if not pairs:
         return []
     scale = prescale_factor, postscale_factor
@@ -297,7 +307,7 @@ def grouped_reducescatter(
     """`reducescatter` of several tensors. Differentiable."""
     if not tensors:
         return []
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    pairs = _compressed(tensors, compression, process_set)
     scale = prescale_factor, postscale_factor
     inputs = [compressed for compressed, _ in pairs]
     shares = _Reducescatter.apply(name, op, scale, process_set, *inputs)  # type: ignore[no-untyped-call]

@@ -19,7 +19,9 @@ from multiring.horovod.torch.checks import (
     checked,
     described,
     dtype_name,
+    late,
     ordered,
+    settle,
 )
 from multiring.horovod.torch.handles import handle_of, result_of
 from multiring.horovod.torch.moves import allgather_async
@@ -54,6 +56,8 @@ def _allreduce(
     if asked[0] == "adasum" and not all(tensor.is_floating_point() for tensor in inputs):
         raise ValueError("Adasum needs floating-point tensors.")
     outputs = [torch.empty_like(tensor) for tensor in inputs] if targets is None else inputs
+    if asked[0] == "adasum":
+        settle(inputs, process_set)
     base = name or operations.auto_name()
     names = names_of(base, len(inputs), is_group)
     group = " of ".join(filter(None, [described(inputs), ", ".join(titles)])) if is_group else ""
@@ -73,7 +77,10 @@ def _allreduce(
         )
         return done if is_group else done[0]
 
-    return handle_of(submit_all(operations, parts, finish))
+    started = submit_all(operations, parts, finish)
+    if asked[0] == "adasum":
+        late.add(outputs, started.wait, lambda: started.is_finished)
+    return handle_of(started)
 
 
 def allreduce_async(
@@ -173,6 +180,7 @@ def start_sparse_allreduce(
     """The handles of what `sparse_allreduce_async` submits, and its result."""
     if op_name(op) not in ("sum", "average"):
         raise ValueError(f"a sparse allreduce with op {op_name(op)}; expected hvd.Sum or hvd.Average")
+    settle([tensor], process_set)
     tensor = tensor.coalesce()
     base = name or process_set.operations().auto_name()
     indices = allgather_async(tensor.indices().t().contiguous(), f"{base}.indices", process_set)
