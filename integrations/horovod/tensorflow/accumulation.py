@@ -29,20 +29,26 @@ class Accumulation:
             raise ValueError("backward_passes_per_step must be > 0")
         self.passes, self._averages, self._sparse_as_dense = passes, averages, sparse_as_dense
         self._count: Any = None
+        self._variables: list[Any] = []
         self._sums: list[Any] = []
 
     def step(
         self,
         gradients: Sequence[Any],
+        variables: Sequence[Any],
         apply: Callable[[list[Any]], Any],
         skip: Callable[[], Any] = lambda: tf.no_op(),
     ) -> Any:
-        """Adds gradients; at every `passes`-th call applies the sums and forgets them.
+        """Add gradients; at every `passes`-th call apply the sums and forget them.
 
         Args:
-            gradients: Of the same variables in each call.
+            gradients: Gradients of the same variables in each call.
+            variables: Those variables.
             apply: Gets the sums.
             skip: Called in place of it in the other calls.
+
+        Raises:
+            ValueError: They are not the same variables as in the first call, or sparse.
         """
         if (
             any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
@@ -52,6 +58,8 @@ class Accumulation:
         dense = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
         if self._count is None:
             self._make(dense)
+            self._variables = list(variables)
+        self._require_same(dense, variables)
         added = [total.assign_add(each) for total, each in self._pairs(dense)]
         with tf.control_dependencies(_operations(added)):
             count = self._count.assign_add(1)
@@ -77,10 +85,21 @@ class Accumulation:
             ]
 
     def _pairs(self, gradients: Sequence[Any]) -> list[tuple[Any, Any]]:
-        pairs = list(zip(self._sums, gradients, strict=True))
-        if any((total is None) != (each is None) for total, each in pairs):
-            raise ValueError("a variable has a gradient in one pass and none in another")
+        pairs = zip(self._sums, gradients, strict=True)
         return [(total, each) for total, each in pairs if each is not None]
+
+    def _require_same(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Raise ValueError unless the same variables have gradients as in the first call."""
+        first = {id(v): v for v, total in zip(self._variables, self._sums, strict=True) if total is not None}
+        now = {id(v): v for v, each in zip(variables, gradients, strict=True) if each is not None}
+        differing = [v for key, v in {**first, **now}.items() if (key in first) != (key in now)]
+        if differing or [id(v) for v in variables] != [id(v) for v in self._variables]:
+            name = getattr((differing or variables)[0], "name", "?")
+            raise ValueError(
+                f"backward_passes_per_step adds up the gradients of the same variables in each pass, but "
+                f"variable '{name}' has a gradient in one pass and none, or another place, in another: pass "
+                "all variables each time, in one order, or wrap an optimizer for each set of them"
+            )
 
     def _apply(self, gradients: Sequence[Any], apply: Callable[[list[Any]], Any]) -> Any:
         divisor = self.passes if self._averages else 1

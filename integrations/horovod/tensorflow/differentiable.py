@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record  # there is no public way to ask whether a tape records
 
 from multiring.horovod.host_calls import Asked
 from multiring.horovod.process_sets import ProcessSet
@@ -225,13 +226,16 @@ def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
 
 
 def begin_allreduce(tensors: Tensors, how: Reduction) -> Callable[[], list[Tensor]]:
-    """Submits an allreduce of one or several tensors, or of one `tf.IndexedSlices`, that no gradient goes
-    through; gives a function that waits, and returns the results."""
+    """Submit an allreduce of one or several tensors, or of one `tf.IndexedSlices`; return a function that
+    waits, and returns the results. Differentiable, but for slices, in a graph and where a tape records."""
     if isinstance(tensors[0], tf.IndexedSlices):
         wait = _allreduce_slices(tensors[0], how)
         return lambda: [wait()]
     asked = how.allreduce(is_group=len(tensors) > 1)
     sent, restored = how.compressed(tensors)
+    if not tf.executing_eagerly() or record.could_possibly_record():
+        results = restored(_allreduce(asked, sent, how.name, how.process_set))
+        return lambda: results
     start = begin(asked, sent, how.name, how.process_set)
     return lambda: restored(start())
 

@@ -53,7 +53,7 @@ class _Distributed(tf.compat.v1.train.Optimizer):
             reduced = self._reduced(list(zip(gradients, variables, strict=True)))
             return self._optimizer.apply_gradients(reduced, global_step)
 
-        return self._accumulation.step([gradient for gradient, _ in pairs], apply)
+        return self._accumulation.step([gradient for gradient, _ in pairs], variables, apply)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         """As the wrapped optimizer."""

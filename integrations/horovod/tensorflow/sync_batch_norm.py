@@ -40,6 +40,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         shape = tf.shape(mean)
         first = tf.cast(tf.reshape(mean, [-1]), tf.float32)
         second = tf.cast(tf.reshape(variance, [-1]), tf.float32)
+        # The moments of no elements are NaN, which no share of zero takes away.
+        first, second = (tf.where(share > 0, each, tf.zeros_like(each)) for each in (first, second))
         sums = self._summed(tf.concat([share[None], share * first], 0))
         total = tf.maximum(sums[0], 1)
         whole = sums[1:] / total

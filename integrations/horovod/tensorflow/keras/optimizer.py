@@ -81,7 +81,7 @@ class _Distributed:
         return (
             apply(gradients)
             if accumulation.passes == 1
-            else accumulation.step(gradients, apply, self._skipped)
+            else accumulation.step(gradients, variables, apply, self._skipped)
         )
 
     def _skipped(self) -> Any:
@@ -120,6 +120,12 @@ class _OfKeras3(_Distributed):
             with keras.name_scope(own.name):
                 own.build(variables)
         self._step(list(grads), variables, lambda found: parent.apply(found, trainable_variables))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ValueError(
+            "copy.deepcopy of an optimizer of hvd.DistributedOptimizer would be the plain one, which "
+            "reduces nothing: copy the optimizer before it is wrapped, and wrap the copy"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         caller = sys._getframe(1).f_locals.get("self") if name == "loss_scale_factor" else None
