@@ -187,9 +187,7 @@ class GradientPlacement:
             raise self._has_become(number, gradient)
         if form.is_sparse:
             return IN_SLOT
-        if gradient.layout is _STRIDED and not gradient.is_conj():
-            plain = gradient.detach()
-            require_memory(torch.view_as_real(plain) if plain.is_complex() else plain)
+        _require_memory(gradient)
         if self._streams and (made_on := self._streams.get(number)) is not None:
             wait_for_stream(made_on)
         if is_reducible_in_place(gradient) and (
@@ -375,6 +373,13 @@ class GradientPlacement:
             rank=self._rank,
             tensor=name,
         )
+
+
+def _require_memory(gradient: Tensor) -> None:
+    """Raise UsageError if the storage of a gradient was given back."""
+    if gradient.layout is _STRIDED and not gradient.is_conj():
+        plain = gradient.detach()
+        require_memory(torch.view_as_real(plain) if plain.is_complex() else plain)
 
 
 def _address(tensor: Tensor) -> int:

@@ -309,7 +309,11 @@ void ArrayView::require_memory(py::handle object) {
     return;
   }
   const StridedView view = described();
-  const std::optional<Storage> storage = storage_of(object.ptr());
+  std::optional<Storage> storage = storage_of(object.ptr());
+  // A derived class may have its elements anywhere.
+  if (storage && storage->bytes != Storage::kUnknown && memory_.address != nullptr &&
+      !storage->holds(view.lowest(), view.extent()) && data_of(object.ptr()) != memory_.address)
+    storage.reset();
   const bool is_emptied = storage && storage->bytes == 0;
   if (!is_emptied && (memory_.address == nullptr || (storage && storage->data == nullptr)))
     throw_usage("an array of type " + type_name(object) +

@@ -94,6 +94,15 @@ std::optional<Storage> storage_of(PyObject* object) {
   return found;
 }
 
+const std::byte* data_of(PyObject* object) {
+  static PyObject* const data_name = interned("data_ptr");
+  PyObject* const address = PyObject_CallMethodNoArgs(object, data_name);
+  const void* const found = address == nullptr ? nullptr : PyLong_AsVoidPtr(address);
+  Py_XDECREF(address);
+  PyErr_Clear();
+  return static_cast<const std::byte*>(found);
+}
+
 bool describe_plainly(PyObject* object, dlpack::Tensor* tensor) {
   const dlpack::ExchangeApi* const api = api_of(Py_TYPE(object));
   return api != nullptr && describe(api, object, tensor);

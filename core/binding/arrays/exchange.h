@@ -30,6 +30,9 @@ struct Storage {
 /// The storage of an array by `untyped_storage()`; none where its library has no such thing.
 std::optional<Storage> storage_of(PyObject* object);
 
+/// The address of a tensor's first element by its own `data_ptr()`; null: it tells none.
+const std::byte* data_of(PyObject* object);
+
 /// Address, dtype and layout of an array in the host's memory, by DLPack's exchange API: no Python object is
 /// made and no reference taken, so it holds as long as the caller's reference and the array is left as it is.
 ///

@@ -300,12 +300,14 @@ def test_results_of_known_size_are_torchs(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     comm: Any = mock.Mock(rank=0, size=2)
     allgather(comm, [torch.empty(1), torch.empty(2)], torch.ones(1))
-    assert comm.allgather_async.call_args.args[1].shape == (3,)
+    assert comm.arrays_async.call_args.args[1].outputs[0].shape == (3,)
     rows = torch.ones(4)
     reduce_scatter_single(comm, rows[:2], rows, torch.distributed.ReduceOp.SUM)
-    out = comm.reduce_scatter_async.call_args.args[2]
-    assert out.shape == (1, 2)
-    assert out.data_ptr() != rows.data_ptr()
+    arrays = comm.arrays_async.call_args.args[1]
+    assert arrays.outputs[0].data_ptr() == rows.data_ptr()
+    assert arrays.inputs[0].shape == (2, 2)
+    assert arrays.inputs[0].data_ptr() != rows.data_ptr()  # a copy: the output lies in the input
+    assert not arrays.is_copied
     for rank, expected in enumerate([3, 2]):
         room = _room_for_share(torch.ones(5, 7), mock.Mock(rank=rank, size=2))
         assert room is not None

@@ -59,7 +59,7 @@ for dtype in DTYPES:
     splits = [(comm.rank + peer) % 3 * 30_000 + peer for peer in range(comm.size)]
     both("alltoall", values_of(comm.rank, dtype, sum(splits)), splits)
     if dtype in ("bool", "int16", "uint16"):
-        both("reduce_scatter", x, order="any", by_nccl=False)
+        both("reduce_scatter", x, "max", order="any", by_nccl=False)
     else:
         both("reduce_scatter", x, order="any")
         both("reduce_scatter", x[:-1], "average" if dtype[0] == "f" else "max", order="any")
