@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -172,6 +172,30 @@ def test_results_that_are_copied_later_keep_the_order(comm: Communicator) -> Non
 
 
 @with_world()
+def test_a_sparse_tensor_over_the_values_of_a_pending_operation(comm: Communicator) -> None:
+    values = torch.ones(3)
+    work = dist.all_reduce(values, async_op=True)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2, 0]]), values, (3,), check_invariants=False)
+    dist.all_reduce(sparse)
+    work.wait()
+    assert sparse.to_dense().tolist() == [8.0, 0.0, 4.0]
+
+
+@with_world()
+def test_tensors_over_one_memory_of_numpy(comm: Communicator) -> None:
+    group: Any = dist.group.WORLD
+    memory = np.ones(24, np.float32)
+    numbers = torch.view_as_complex(torch.from_numpy(memory).view(12, 2)).conj()
+    works = [
+        group.allreduce([numbers]),
+        dist.all_reduce(torch.from_numpy(memory[8:]), async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    assert memory.tolist() == [2.0] * 8 + [4.0] * 16
+
+
+@with_world()
 def test_a_message_sends_what_the_operation_before_it_has_made(comm: Communicator) -> None:
     for tensor in (torch.ones(40_000), torch.ones(5, 2)[:, 1]):
         work = dist.all_reduce(tensor, async_op=True)
@@ -214,7 +238,6 @@ def test_results_of_functional_collectives(comm: Communicator) -> None:
                 dist.recv(got, 0)
                 assert got.tolist() == [3.0] * 4
                 assert x.tolist() == [3.0] * 4
-    distributed_c10d._get_default_group()
 
 
 @with_world()

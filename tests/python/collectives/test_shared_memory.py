@@ -176,3 +176,23 @@ def test_results_of_functional_collectives_and_tensors_without_memory(comm: Comm
     ):
         comm.allreduce(fake)
     assert not comm.is_broken
+
+
+@pytest.mark.parametrize("elements", [500, 200_000])
+def test_a_tensor_that_gets_other_memory_in_flight(comm: Communicator, elements: int) -> None:
+    import torch
+
+    for number in range(5):
+        x, other = torch.ones(elements), torch.full((elements,), 7.0)
+        late = comm.allreduce_async(torch.ones(4), name="first") if comm.rank == 0 else None
+        work = comm.allreduce_async(x, out=x) if comm.rank == 0 else None
+        x.data = other if number % 2 else other.clone()
+        bystanders = [np.full(elements, 7.0, np.float32) for _ in range(4)]
+        if late is None:
+            late = comm.allreduce_async(torch.ones(4), name="first")
+            work = comm.allreduce_async(torch.ones(elements))
+        assert work is not None
+        work.wait()
+        late.wait()
+        assert all((bystander == 7.0).all() for bystander in bystanders)
+        assert (x == 7.0).all()
