@@ -96,9 +96,7 @@ SMOKE: dict[str, list[str]] = {
     "adapters/horovod/test_horovod_drift.py": ["test_a_forgotten_broadcast"],
     "adapters/horovod/test_horovod_missing_gradients.py": ["test_gradients_of_different_variables[tape]"],
     "adapters/horovod/test_horovod_tensorflow_drift.py": ["test_a_variable_that_one_rank_changes[True]"],
-    "adapters/horovod/test_horovod_tensorflow_reading.py": [
-        "test_passes_add_up_the_same_variables"
-    ],
+    "adapters/horovod/test_horovod_tensorflow_reading.py": ["test_passes_add_up_the_same_variables"],
     "adapters/horovod/test_horovod_optimizer.py": ["test_training[two groups-3]"],
     "adapters/test_examples.py": [
         f"test_an_example_learns_the_digits[{framework}_digits.py]" for framework in ("chainer",)
