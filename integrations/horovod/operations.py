@@ -102,7 +102,8 @@ class Operations:
         self._queue.await_queued(x)
 
     def submit(self, request: Request, start: Start) -> Pending:
-        """Submits an operation. Waits for nothing but, after a mismatch, for the other ranks.
+        """Submits an operation. Waits for nothing but, after a mismatch, for the other ranks, and for an
+        operation of the same name that was forgotten.
 
         Args:
             request: What is asked for.
@@ -112,9 +113,12 @@ class Operations:
             ValueError: An operation of this name is in flight, or an argument is not accepted.
             HorovodInternalError: A rank is lost.
         """
+        name = request.name
+        if (forgotten := self._last_of(name)) is not None and forgotten.is_forgotten:
+            with suppress(HorovodInternalError):
+                self.wait(forgotten)
         with self._lock:
-            name = request.name
-            before = self._pending.get((name, self._counts[name] - 1))
+            before = self._last_of(name)
             if before is not None and before.request.kind == request.kind and not is_done(before):
                 raise ValueError(f"{_IN_FLIGHT} (tensor '{name}', rank {self.rank})")
             if len(self._pending) >= _PRUNE_AT:
@@ -226,6 +230,11 @@ class Operations:
         if self in self._sets:
             self._sets.remove(self)
         self._base.close()
+
+    def _last_of(self, name: str) -> Pending | None:
+        """Return the last operation of a name; None: there was none, or its result was taken."""
+        with self._lock:
+            return self._pending.get((name, self._counts[name] - 1))
 
     def _add(self, pending: Pending) -> None:
         self._pending[pending.key] = pending
