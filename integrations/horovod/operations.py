@@ -130,7 +130,11 @@ class Operations:
                 raise  # a ValueError; nothing was sent
             except errors.MultiringError as error:
                 self._add(pending)
-                self._recover(pending, None, error)
+                try:
+                    self._recover(pending, None, error)
+                except HorovodInternalError:
+                    if self._drop(pending):
+                        raise
             else:
                 self._add(pending)
             if timeline.active is not None:
@@ -168,8 +172,17 @@ class Operations:
         Waits for nothing but, after a mismatch or where one has joined, for the other ranks.
 
         Raises:
-            HorovodInternalError: It has failed, on all ranks.
+            HorovodInternalError: It has failed, on all ranks. Nothing reads or writes its memory any longer.
         """
+        try:
+            return self._take(pending)
+        except HorovodInternalError:
+            if self._drop(pending):
+                raise
+            return NOT_YET  # the ranks cannot meet: the queue ends what is in progress
+
+    def _take(self, pending: Pending) -> Any:
+        """As `take`, but raises also while the operation is in progress."""
         if not self.is_done(pending):
             return NOT_YET
         if pending.refusal:
@@ -248,6 +261,16 @@ class Operations:
         with self._lock:
             self._pending.pop(pending.key, None)
         return result
+
+    def _drop(self, pending: Pending) -> bool:
+        """Let go of an operation that has failed, so that no meeting submits it again: its memory is the
+        caller's from then on. Return whether it has ended."""
+        with self._lock:
+            if pending.work is not None and not pending.work.done():
+                return False
+            if self._pending.get(pending.key) is pending:
+                del self._pending[pending.key]
+            return True
 
     def _has_submitted(self, key: Key) -> bool:
         """Whether this rank has submitted an operation, which may have ended long ago."""
