@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -42,7 +43,7 @@ class Asked:
     """What is asked for by a call, beside tensors and a name.
 
     Attributes:
-        kind: As in `Request`.
+        kind: As in `Request`, or "sparse": an allgather of the rows of sparse tensors.
         op: Of a reduction, as there.
         prescale: Factor for each input.
         postscale: Factor for the result.
@@ -79,7 +80,8 @@ def start(
     Args:
         asked: What is asked for; with `is_group`, of several arrays.
         name: What the ranks match it by.
-        arrays: The tensors; of an alltoall, the splits are the second one if they are given.
+        arrays: The tensors; of an alltoall, the splits are the second one if they are given; of a sparse
+            tensor, the rows and the number of each row.
         process_set: Ranks that take part.
         outputs: Where results that have the shapes of the inputs are written; they may be the inputs.
 
@@ -148,6 +150,37 @@ def _allgather(call: _Call, process_set: ProcessSet, outputs: Arrays | None) -> 
     return call.submit([start_of(array) for array in call.arrays], finish)
 
 
+def _sparse(call: _Call, process_set: ProcessSet, outputs: Arrays | None) -> Started:
+    """Gather the rows of sparse tensors, each with its number, in one operation."""
+    rows, numbers = call.arrays
+    check_rows([rows.ndim], call.name)
+    request = Request(
+        *("allgather", call.name, rows.dtype.name, rows.shape),
+        group=f"rows of a sparse tensor, with numbers of {numbers.dtype.name}",
+        sources=call.asked.sources,
+    )
+    parts = [_bytes_of_rows(numbers), _bytes_of_rows(rows)]
+    width = parts[0].shape[1]
+
+    def finish(results: list[Any]) -> list[Array]:
+        gathered = results[0]
+        return [_rows_of_bytes(gathered[:, width:], rows), _rows_of_bytes(gathered[:, :width], numbers)]
+
+    start_one = start_allgather(np.concatenate(parts, axis=1), request)
+    return submit_all(call.operations, [(request, start_one)], finish)
+
+
+def _bytes_of_rows(array: Array) -> Array:
+    """Return the bytes of an array, those of each row along axis 0 as a row."""
+    width = math.prod(array.shape[1:]) * array.dtype.itemsize
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.shape[0], width)
+
+
+def _rows_of_bytes(found: Array, like: Array) -> Array:
+    """Return the array whose rows have these bytes, of the dtype and the shape of rows of `like`."""
+    return found.reshape(-1).copy().view(like.dtype).reshape(found.shape[0], *like.shape[1:])
+
+
 def _broadcast(call: _Call, process_set: ProcessSet, outputs: Arrays | None) -> Started:
     root = process_set.root(call.asked.root)
     source = call.arrays[0]
@@ -180,6 +213,7 @@ def _reducescatter(call: _Call, process_set: ProcessSet, outputs: Arrays | None)
 _KINDS: dict[str, Callable[[_Call, ProcessSet, Arrays | None], Started]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
+    "sparse": _sparse,
     "broadcast": _broadcast,
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,

@@ -102,7 +102,8 @@ class Operations:
         self._queue.await_queued(x)
 
     def submit(self, request: Request, start: Start) -> Pending:
-        """Submits an operation. Waits for nothing but, after a mismatch, for the other ranks.
+        """Submits an operation. Waits for nothing but, after a mismatch, for the other ranks, and for an
+        operation of the same name that was forgotten.
 
         Args:
             request: What is asked for.
@@ -112,9 +113,12 @@ class Operations:
             ValueError: An operation of this name is in flight, or an argument is not accepted.
             HorovodInternalError: A rank is lost.
         """
+        name = request.name
+        if (forgotten := self._last_of(name)) is not None and forgotten.is_forgotten:
+            with suppress(HorovodInternalError):
+                self.wait(forgotten)
         with self._lock:
-            name = request.name
-            before = self._pending.get((name, self._counts[name] - 1))
+            before = self._last_of(name)
             if before is not None and before.request.kind == request.kind and not is_done(before):
                 raise ValueError(f"{_IN_FLIGHT} (tensor '{name}', rank {self.rank})")
             if len(self._pending) >= _PRUNE_AT:
@@ -126,7 +130,11 @@ class Operations:
                 raise  # a ValueError; nothing was sent
             except errors.MultiringError as error:
                 self._add(pending)
-                self._recover(pending, None, error)
+                try:
+                    self._recover(pending, None, error)
+                except HorovodInternalError:
+                    if self._drop(pending):
+                        raise
             else:
                 self._add(pending)
             if timeline.active is not None:
@@ -164,8 +172,17 @@ class Operations:
         Waits for nothing but, after a mismatch or where one has joined, for the other ranks.
 
         Raises:
-            HorovodInternalError: It has failed, on all ranks.
+            HorovodInternalError: It has failed, on all ranks. Nothing reads or writes its memory any longer.
         """
+        try:
+            return self._take(pending)
+        except HorovodInternalError:
+            if self._drop(pending):
+                raise
+            return NOT_YET  # the ranks cannot meet: the queue ends what is in progress
+
+    def _take(self, pending: Pending) -> Any:
+        """As `take`, but raises also while the operation is in progress."""
         if not self.is_done(pending):
             return NOT_YET
         if pending.refusal:
@@ -227,6 +244,11 @@ class Operations:
             self._sets.remove(self)
         self._base.close()
 
+    def _last_of(self, name: str) -> Pending | None:
+        """Return the last operation of a name; None: there was none, or its result was taken."""
+        with self._lock:
+            return self._pending.get((name, self._counts[name] - 1))
+
     def _add(self, pending: Pending) -> None:
         self._pending[pending.key] = pending
         number = auto_number(pending.key[0])
@@ -239,6 +261,16 @@ class Operations:
         with self._lock:
             self._pending.pop(pending.key, None)
         return result
+
+    def _drop(self, pending: Pending) -> bool:
+        """Let go of an operation that has failed, so that no meeting submits it again: its memory is the
+        caller's from then on. Return whether it has ended."""
+        with self._lock:
+            if pending.work is not None and not pending.work.done():
+                return False
+            if self._pending.get(pending.key) is pending:
+                del self._pending[pending.key]
+            return True
 
     def _has_submitted(self, key: Key) -> bool:
         """Whether this rank has submitted an operation, which may have ended long ago."""

@@ -46,6 +46,7 @@ class Pending:
         self.start = start
         self.work: Work | None = None
         self.refusal = ""  # why it has failed, on all ranks
+        self.is_forgotten = False  # no caller will wait for it
 
 
 class RankReport:

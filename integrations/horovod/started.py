@@ -50,6 +50,12 @@ class Started:
         """How many operations of the first one's name came before it, on every rank."""
         return self._pending[0].key[1]
 
+    def forget(self) -> None:
+        """Tell that no caller will wait for the operations. They go on, and later ones of their names wait
+        for them."""
+        for each in self._pending:
+            each.is_forgotten = True
+
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
         return all(self._operations.is_done(each) for each in self._pending[len(self._results) :])

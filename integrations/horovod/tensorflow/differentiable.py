@@ -211,16 +211,15 @@ def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
             "prescale_factor and postscale_factor are not supported with tf.IndexedSlices"
         )
     name = name_in_graph("allreduce of slices", how.name)
-    asked = Asked("allgather", sources=how.sources)
-    # By the name that a dense tensor would have: a mismatch, and no wait, where another rank's is dense.
-    values = begin(asked, [slices.values], name, process_set)
-    indices = begin(asked, [slices.indices], name and f"{name}.indices", process_set)
+    # By the name that a dense tensor would have: a mismatch, and no wait, where another rank's is dense. Rows
+    # and their numbers are one operation, of which no half stays in flight after that.
+    gathered = begin(Asked("sparse", sources=how.sources), [slices.values, slices.indices], name, process_set)
 
     def wait() -> Any:
-        rows = values()[0]
+        rows, indices = gathered()
         if op == Average:
             rows = rows / tf.cast(process_set.operations().size, rows.dtype)
-        return tf.IndexedSlices(rows, indices()[0], slices.dense_shape)
+        return tf.IndexedSlices(rows, indices, slices.dense_shape)
 
     return wait
 

@@ -24,8 +24,10 @@ def handle_of(started: Started) -> int:
 
 
 def forget(handle: int) -> None:
-    """Lets go of an operation that no caller will wait for; it goes on."""
-    _started.pop(handle, None)
+    """Lets go of an operation that no caller will wait for; see `Started.forget`."""
+    started = _started.pop(handle, None)
+    if started is not None:
+        started.forget()
 
 
 def number_of(handle: int) -> int | None:

@@ -42,12 +42,11 @@ _TOO_MANY = (
 
 
 class _Started(NamedTuple):
-    """A reduction under way: its gradients, a function that waits and gives their results, and the handles of
-    its operations."""
+    """A reduction under way: its gradients, a function that waits and gives their results, and its handle."""
 
     submitted: list[Submitted]
     wait: Callable[[], list[torch.Tensor]]
-    handles: tuple[int, ...]
+    handle: int
 
 
 class _Distributed(torch.optim.Optimizer):
@@ -103,7 +102,7 @@ class _Distributed(torch.optim.Optimizer):
         check_unchanged(submitted, self._names, self._options.process_set)
         for each in started if required else ():
             if any(gradient.parameter is required[0] for gradient in each.submitted):
-                self._drift.begin(each.handles[0])
+                self._drift.begin(each.handle)
         failure: Exception | None = None
         for each in started:
             try:
@@ -152,8 +151,7 @@ class _Distributed(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped class. Gradients that have not led to a step are forgotten."""
         for started in self._reductions:
-            for handle in started.handles:
-                forget(handle)
+            forget(started.handle)
             for each in started.submitted:
                 each.parameter.grad = None  # the reduction may still write to its memory
         self._reductions = []
@@ -206,8 +204,8 @@ class _Distributed(torch.optim.Optimizer):
         submitted = [each for each, _ in found]
         if submitted[0].gradient.is_sparse:
             name = self._names.get(parameters[0])
-            handles, wait_sparse = start_sparse_allreduce(found[0][1], name, options.op, options.process_set)
-            return _Started(submitted, lambda: [wait_sparse()], handles)
+            handle, wait_sparse = start_sparse_allreduce(found[0][1], name, options.op, options.process_set)
+            return _Started(submitted, lambda: [wait_sparse()], handle)
         pairs = [options.compression.compress(values) for _, values in found]
         tensors = [tensor for tensor, _ in pairs]
         names = [self._names.get(p, "") for p in parameters]
@@ -218,7 +216,7 @@ class _Distributed(torch.optim.Optimizer):
             result_of(handle)
             return [options.compression.decompress(used_here(tensor), ctx) for tensor, ctx in pairs]
 
-        return _Started(submitted, wait, (handle,))
+        return _Started(submitted, wait, handle)
 
 
 class _AdasumDistributed(AdasumStep):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from multiring.horovod.adasum import adasum
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average, op_name
-from multiring.horovod.request import reduction_request
+from multiring.horovod.request import Request, reduction_request
 from multiring.horovod.started import submit_all
-from multiring.horovod.submissions import names_of, reduction, start_allreduce
+from multiring.horovod.submissions import names_of, reduction, start_allgather, start_allreduce
 from multiring.horovod.torch.checks import (
+    MOVED,
     REDUCED,
     changed,
     checked,
@@ -24,7 +26,6 @@ from multiring.horovod.torch.checks import (
     settle,
 )
 from multiring.horovod.torch.handles import handle_of, result_of
-from multiring.horovod.torch.moves import allgather_async
 from multiring.torch.streams import used_here
 
 __all__ = [
@@ -163,7 +164,7 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Reduces a sparse tensor by two allgathers.
+    """Reduces a sparse tensor by one allgather of its values with their indices.
 
     Returns:
         A function that waits and gives the sparse result, coalesced.
@@ -176,21 +177,52 @@ def sparse_allreduce_async(
 
 def start_sparse_allreduce(
     tensor: Tensor, name: str | None, op: int, process_set: ProcessSet
-) -> tuple[tuple[int, int], Callable[[], Tensor]]:
-    """The handles of what `sparse_allreduce_async` submits, and its result."""
+) -> tuple[int, Callable[[], Tensor]]:
+    """The handle of what `sparse_allreduce_async` submits, and its result."""
     if op_name(op) not in ("sum", "average"):
         raise ValueError(f"a sparse allreduce with op {op_name(op)}; expected hvd.Sum or hvd.Average")
+    operations = process_set.operations()
     settle([tensor], process_set)
     tensor = tensor.coalesce()
-    base = name or process_set.operations().auto_name()
-    indices = allgather_async(tensor.indices().t().contiguous(), f"{base}.indices", process_set)
-    values = allgather_async(tensor.values().contiguous(), f"{base}.values", process_set)
-    divisor = process_set.operations().size if op == Average else 1
+    indices, values = tensor.indices().t().contiguous(), checked(tensor.values().contiguous(), MOVED)
+    # One operation, of the name that a dense tensor would have: where another rank's is dense, it fails as a
+    # whole.
+    request = Request(
+        *("allgather", name or operations.auto_name(), dtype_name(values), tuple(values.shape)),
+        group=f"values of a sparse tensor of shape {list(tensor.shape)}",
+    )
+    parts = [_bytes_of_rows(indices), _bytes_of_rows(values)]
+    sent = torch.cat(parts, dim=1)
+    width = parts[0].shape[1]
+    divisor = operations.size if op == Average else 1
 
-    def wait() -> Tensor:
-        rows = result_of(values) / divisor if divisor > 1 else result_of(values)
-        return torch.sparse_coo_tensor(
-            result_of(indices).t(), rows, tensor.shape, check_invariants=False
-        ).coalesce()
+    def finish(results: list[Any]) -> Tensor:
+        gathered = used_here(results[0])
+        found = _rows_of_bytes(gathered[:, width:], values)
+        rows = found / divisor if divisor > 1 else found
+        where = _rows_of_bytes(gathered[:, :width], indices).t()
+        return torch.sparse_coo_tensor(where, rows, tensor.shape, check_invariants=False).coalesce()
 
-    return (indices, values), wait
+    start = ordered(sent, start_allgather(sent, request))
+    handle = handle_of(submit_all(operations, [(request, start)], finish))
+    return handle, lambda: result_of(handle)
+
+
+def _bytes_of_rows(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, those of each row along dimension 0 as a row."""
+    width = math.prod(tensor.shape[1:]) * tensor.element_size()
+    flat = tensor.as_strided(
+        (tensor.numel(),), (1,)
+    )  # a view may have another stride where it has one element
+    return flat.view(torch.uint8).view(tensor.shape[0], width)
+
+
+def _rows_of_bytes(found: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor whose rows have these bytes, of the dtype and the shape of rows of `like`."""
+    count = found.shape[0]
+    return (
+        found.clone(memory_format=torch.contiguous_format)
+        .view(-1)
+        .view(like.dtype)
+        .view(count, *like.shape[1:])
+    )

@@ -307,6 +307,49 @@ def test_work_that_another_thread_has_submitted_anew(comm: Communicator) -> None
     operations.is_done = is_done
 
 
+@with_hvd()
+def test_an_operation_that_was_late_is_not_submitted_again(comm: Communicator) -> None:
+    """Its caller has seen the error, and uses the memory for something else. The ranks meet all the same."""
+    operations: Any = hvd.global_process_set.operations()
+    operations._queue.close()
+    operations._base.timeout = 0.3
+    operations._queue = operations._base.named_queue("short")
+    x = torch.full((2,), 5.0)
+    if comm.rank == 1:
+        refused(hvd.HorovodInternalError, {"'late'": lambda: hvd.allreduce_(x, name="late")})
+    else:
+        refused(hvd.HorovodInternalError, {"'other'": lambda: hvd.allreduce_(x, name="other")})
+    operations._base.timeout = 60.0
+    y = torch.ones(2)
+    assert hvd.allreduce(y, name="next", op=hvd.Sum).tolist() == [2, 2]
+    assert hvd.allreduce(y, name="late", op=hvd.Sum).tolist() == [2, 2]
+    assert hvd.allreduce(y, name="other", op=hvd.Sum).tolist() == [2, 2]
+    assert x.tolist() == [5, 5]
+
+
+@with_hvd()
+def test_an_error_comes_when_the_operation_has_ended(comm: Communicator) -> None:
+    """The ranks cannot meet, and the queue goes on: until it has ended, it may write to the memory."""
+    operations: Any = hvd.global_process_set.operations()
+    x = torch.full((2,), comm.rank + 1.0)
+    if comm.rank == 1:
+        comm.recv(0)
+    handle = hvd.allreduce_async_(x, name="x", op=hvd.Sum)
+    attend = operations._attend
+
+    def fails() -> None:
+        raise hvd.HorovodInternalError("the ranks cannot meet")
+
+    operations._attend = fails
+    if comm.rank == 0:
+        sender = threading.Timer(0.2, lambda: comm.send(np.zeros(1), 1))
+        sender.start()
+    assert hvd.synchronize(handle).tolist() == [3, 3]
+    operations._attend = attend
+    if comm.rank == 0:
+        sender.join()
+
+
 @with_hvd(3)
 def test_a_rank_that_leaves_a_recovery(comm: Communicator) -> None:
     """By Ctrl-C, while it waits for rank 0: the set ends with an error on both ranks, and the job goes on."""

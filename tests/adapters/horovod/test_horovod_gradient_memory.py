@@ -3,9 +3,11 @@ and names that do not depend on what a rank has."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -197,6 +199,27 @@ def test_rows_that_are_changed(comm: Communicator) -> None:
     table(torch.tensor([comm.rank])).sum().backward()
     table.weight.grad.mul_(2)
     optimizer.step()
+
+
+@with_hvd()
+def test_state_that_is_loaded_while_gradients_are_reduced(comm: Communicator) -> None:
+    """The next reduction waits for the one that led to no step, whose values are left out."""
+    (own,) = parameters((3,))
+    optimizer = distributed([own])
+    if comm.rank == 1:
+        comm.recv(0)
+    (own.sum() * 100).backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    if comm.rank == 0:
+        sender = threading.Timer(0.2, lambda: comm.send(np.zeros(1), 1))
+        sender.start()
+    for step in range(1, 3):
+        optimizer.zero_grad()
+        (own.sum() * (comm.rank + 1.0)).backward()
+        optimizer.step()
+        assert own.tolist() == [-1.5 * step] * 3
+    if comm.rank == 0:
+        sender.join()
 
 
 @with_hvd()

@@ -160,6 +160,50 @@ def test_rows_beside_a_dense_gradient(comm: Communicator) -> None:
     dense_beside_rows(variables(), comm.rank)
 
 
+@pytest.mark.parametrize("other", ["dense", "None"])
+@pytest.mark.parametrize("in_function", [False, True])
+@with_hvd()
+def test_steps_after_rows_that_did_not_match(comm: Communicator, in_function: bool, other: str) -> None:
+    """No part of the reduction that has failed meets one of the next step."""
+    table, kernel = tf.Variable(tf.zeros((4, 1))), tf.Variable(1.0)
+
+    def gradients(row: Any, is_sparse: bool) -> Any:
+        with hvt.DistributedGradientTape(tf.GradientTape()) as tape:
+            value = kernel * 1.0
+            if is_sparse:
+                value += tf.reduce_sum(tf.gather(table, row))
+            elif other == "dense":
+                value += tf.reduce_sum(table * 1.0)
+        return [each for each in tape.gradient(value, [table, kernel]) if each is not None]
+
+    run = tf.function(gradients) if in_function else gradients
+    with pytest.raises(tf.errors.OpError, match="Mismatched"):
+        run(tf.constant([0]), comm.rank == 0)
+    for row in range(1, 4):
+        found = tf.convert_to_tensor(run(tf.constant([row]), True)[0])
+        assert found[:, 0].numpy().tolist() == [float(k == row) for k in range(4)]
+
+
+@with_hvd()
+def test_named_rows_that_did_not_match(comm: Communicator) -> None:
+    def rows(number: int, count: int = 1) -> Any:
+        values = tf.ones((count, 3), tf.float16) * (comm.rank + 1.0)
+        return tf.IndexedSlices(values, tf.range(number, number + count), tf.constant([6, 3]))
+
+    for dense in (tf.ones((6, 3), tf.float16), tf.ones(2)):
+        with pytest.raises(tf.errors.OpError, match="Mismatched collective operations"):
+            hvt.allreduce(rows(0) if comm.rank == 0 else dense, name="rows")
+        found = hvt.allreduce(rows(2 + comm.rank, comm.rank), name="rows", op=hvt.Sum)
+        assert found.indices.numpy().tolist() == [3]
+        assert found.values.numpy().tolist() == [[2.0] * 3]
+    wide = tf.IndexedSlices(tf.ones((1, 3 + comm.rank)), tf.constant([0]), tf.constant([6, 3]))
+    with pytest.raises(tf.errors.OpError, match="dimension 1 equal to 3"):
+        hvt.allreduce(wide, name="rows")
+    numbers = tf.constant([0], tf.int64 if comm.rank else tf.int32)
+    with pytest.raises(tf.errors.OpError, match="numbers of int32.*numbers of int64"):
+        hvt.allreduce(tf.IndexedSlices(tf.ones((1, 3)), numbers, tf.constant([6, 3])), name="rows")
+
+
 @with_hvd()
 def test_a_rank_without_any_gradient(comm: Communicator) -> None:
     own = variables()

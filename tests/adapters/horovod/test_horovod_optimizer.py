@@ -173,6 +173,27 @@ def test_sparse_gradients(comm: Communicator, as_dense: bool) -> None:
 
 
 @with_hvd()
+def test_steps_after_a_sparse_gradient_that_did_not_match(comm: Communicator) -> None:
+    """No part of the reduction that has failed meets one of the next step."""
+    weight = nn.Parameter(torch.zeros(4, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+    for step in range(4):
+        optimizer.zero_grad()
+        is_sparse = step > 0 or comm.rank == 0
+        nn.functional.embedding(torch.tensor([step]), weight, sparse=is_sparse).sum().backward()
+        if step == 0:
+            with pytest.raises(hvd.HorovodInternalError, match="Mismatched collective operations"):
+                optimizer.step()
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        assert weight.view(-1).tolist() == [-1.0 if 0 < k <= step else 0.0 for k in range(4)]
+    mixed = torch.ones(4, 2).to_sparse(1 + comm.rank)
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched"):
+        hvd.sparse_allreduce_async(mixed, "mixed", hvd.Sum)()
+
+
+@with_hvd()
 def test_half_precision(comm: Communicator) -> None:
     """Gradients are rounded to float16 once on each rank, and once added."""
     model = nn.Linear(4, 1, bias=False)
