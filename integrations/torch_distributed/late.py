@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from multiring.torch_distributed import DEVICES
 from multiring.torch_distributed.tensors import span_of
 
 __all__ = ["LateResults", "parts_of"]
@@ -14,6 +15,8 @@ __all__ = ["LateResults", "parts_of"]
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the memory of a tensor as flat tensors: one, or a sparse tensor's indices and values."""
+    if tensor.device.type not in DEVICES:
+        return []  # refused where it is used
     if tensor.layout is torch.strided:
         return [span_of(tensor)] if tensor.data_ptr() else []
     if tensor.layout is torch.sparse_coo:
