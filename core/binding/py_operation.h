@@ -19,7 +19,8 @@ struct PyOperation {
 
   /// Sets the array that the operation reads. False: it is on a device, and not contiguous; nothing was done.
   bool set_input(py::handle array, bool is_copied);
-  /// The same for the array that the operation writes.
+  /// Sets the array that the operation writes. False: it is on a device, and not contiguous; nothing was
+  /// done.
   bool set_output(py::handle array);
   /// Sets arrays in host memory of which one after the other is the input, as an array of this shape.
   void set_inputs(const std::vector<py::object>& arrays, const std::vector<std::uint64_t>& shape);

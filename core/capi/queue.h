@@ -11,7 +11,7 @@
 
 #include "base/error.h"
 #include "base/export.h"
-#include "engine/named_queue.h"
+#include "engine/named/named_queue.h"
 
 /// A named queue of the C ABI. It outlives the queue itself: its address stays valid, and later submissions
 /// are refused.

@@ -41,7 +41,8 @@ class MULTIRING_API MemoryInFlight {
  public:
   /// Returns the number of the last operation that conflicts with `operation`, at least `oldest`; 0: none.
   std::uint64_t last_conflict(const Operation& operation, std::uint64_t oldest) const;
-  /// The same, and adds the memory of `operation`, whose number is not less than those before it.
+  /// Adds the memory of `operation`, whose number is not less than those before it. Returns the number that
+  /// last_conflict returned before.
   std::uint64_t add(const Operation& operation, std::uint64_t number, std::uint64_t oldest);
   /// Forgets everything: no operation is queued.
   void clear();

@@ -15,7 +15,6 @@ Ranks that have joined meet the others as well; see `joining`.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -26,17 +25,16 @@ from multiring.horovod.exceptions import HorovodInternalError
 from multiring.horovod.joining import Joining, active_ranks, awaited, refusals
 from multiring.horovod.pending import (
     LOOK_EVERY,
-    UNNAMED,
     Key,
     Pending,
     RankReport,
     Start,
-    auto_number,
     call_meanwhile,
     is_done,
     settle,
     whole_of,
 )
+from multiring.horovod.pending_table import PendingTable
 from multiring.horovod.request import Request, mismatch
 from multiring.work import Work
 
@@ -45,7 +43,6 @@ __all__ = ["NOT_YET", "Operations", "Pending", "Start"]
 NOT_YET = object()
 """The result of an operation that has not ended."""
 
-_PRUNE_AT = 64
 _IN_FLIGHT = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
     "currently being processed. If you want to request another tensor, use a different tensor name."
@@ -80,22 +77,14 @@ class Operations:
         # Of this rank, in the order in which they were made.
         self._sets: list[Operations] = [] if world is None else world._sets
         self._lock = threading.RLock()
-        self._pending: dict[Key, Pending] = {}
-        self._counts: Counter[str] = Counter()  # of those with a name
-        self._unnamed = 0
-        self._of_last_number: set[Key] = set()  # operations whose names have the number `_unnamed`
+        self._pending = PendingTable()
         self._meetings = 0
         self._sets.append(self)  # last: the thread that waits meanwhile looks at it from here on
 
     def auto_name(self) -> str:
-        """Return a name for an operation that has none: a counter, the same on ranks that call the same.
-
-        Names of several operations of one call may begin with it: `f"{name}.{k}"`.
-        """
+        """As `PendingTable.auto_name`."""
         with self._lock:
-            self._unnamed += 1
-            self._of_last_number.clear()
-            return f"{UNNAMED}{self._unnamed}"
+            return self._pending.auto_name()
 
     def await_queued(self, x: Any) -> None:
         """Wait until no operation under way writes to the contiguous array `x`."""
@@ -114,29 +103,29 @@ class Operations:
             HorovodInternalError: A rank is lost.
         """
         name = request.name
-        if (forgotten := self._last_of(name)) is not None and forgotten.is_forgotten:
-            with suppress(HorovodInternalError):
-                self.wait(forgotten)
         with self._lock:
-            before = self._last_of(name)
+            before = self._pending.last_of(name)
+        if before is not None and before.is_forgotten:
+            with suppress(HorovodInternalError):
+                self.wait(before)
+        with self._lock:
+            before = self._pending.last_of(name)
             if before is not None and before.request.kind == request.kind and not is_done(before):
                 raise ValueError(f"{_IN_FLIGHT} (tensor '{name}', rank {self.rank})")
-            if len(self._pending) >= _PRUNE_AT:
-                self._prune()
-            pending = Pending(request, (name, self._counts[name]), start)
+            pending = Pending(request, self._pending.next_key(name), start)
             try:
                 pending.work = start(self._queue)
             except errors.UsageError:
                 raise  # a ValueError; nothing was sent
             except errors.MultiringError as error:
-                self._add(pending)
+                self._pending.add(pending)
                 try:
                     self._recover(pending, None, error)
                 except HorovodInternalError:
                     if self._drop(pending):
                         raise
             else:
-                self._add(pending)
+                self._pending.add(pending)
             if timeline.active is not None:
                 timeline.active.add(pending)
             return pending
@@ -215,7 +204,7 @@ class Operations:
         Raises:
             HorovodInternalError: A rank is lost.
         """
-        for pending in list(self._pending.values()):
+        for pending in self._pending.values():
             with suppress(HorovodInternalError):  # raised where its handle is synchronised
                 self.wait(pending)
         with self._lock:
@@ -244,22 +233,9 @@ class Operations:
             self._sets.remove(self)
         self._base.close()
 
-    def _last_of(self, name: str) -> Pending | None:
-        """Return the last operation of a name; None: there was none, or its result was taken."""
-        with self._lock:
-            return self._pending.get((name, self._counts[name] - 1))
-
-    def _add(self, pending: Pending) -> None:
-        self._pending[pending.key] = pending
-        number = auto_number(pending.key[0])
-        if number is None:  # the others come once each, and would be counted for ever
-            self._counts[pending.key[0]] += 1
-        elif number == self._unnamed:
-            self._of_last_number.add(pending.key)
-
     def _ended(self, pending: Pending, result: Any) -> Any:
         with self._lock:
-            self._pending.pop(pending.key, None)
+            self._pending.remove(pending)
         return result
 
     def _drop(self, pending: Pending) -> bool:
@@ -268,18 +244,12 @@ class Operations:
         with self._lock:
             if pending.work is not None and not pending.work.done():
                 return False
-            if self._pending.get(pending.key) is pending:
-                del self._pending[pending.key]
+            self._pending.remove(pending)
             return True
 
     def _has_submitted(self, key: Key) -> bool:
-        """Whether this rank has submitted an operation, which may have ended long ago."""
-        name, before = key
-        number = auto_number(name)
-        if number is not None:
-            is_submitted = number < self._unnamed or key in self._of_last_number
-            return is_submitted or self.joining.has_given(key)
-        return self._counts[name] > before
+        """Whether this rank has submitted an operation, or zeros for it, which may have ended long ago."""
+        return self._pending.has_submitted(key) or self.joining.has_given(key)
 
     def _look_after(self, sets: list[Operations]) -> None:
         """Meets the other ranks if one of them has joined, and those of sets that a mismatch has broken. What
@@ -292,7 +262,7 @@ class Operations:
 
     def _recover_any(self) -> None:
         """Meets the other ranks where an operation has failed and no thread has waited for it yet."""
-        for pending in list(self._pending.values()):
+        for pending in self._pending.values():
             work = pending.work
             if work is None or not work.done():
                 continue
@@ -327,16 +297,6 @@ class Operations:
                 if self._signal.is_broken:
                     self._meet()
 
-    def _prune(self) -> None:
-        """Forgets what has ended well."""
-        for key, pending in list(self._pending.items()):
-            if not is_done(pending):
-                continue
-            assert pending.work is not None
-            with suppress(errors.MultiringError):
-                pending.work.wait()
-                del self._pending[key]
-
     def _recover(self, pending: Pending, failed: Work | None, error: errors.MultiringError) -> None:
         """After an error: meets the other ranks if they may go on.
 
@@ -364,9 +324,9 @@ class Operations:
             raise HorovodInternalError(str(error)) from error
 
     def _hold_meeting(self) -> None:
-        self._prune()
-        pending = {key: each.request for key, each in self._pending.items()}
-        mine = RankReport(self._queue.is_broken, self.joining.since, self._unnamed, pending)
+        self._pending.prune()
+        unnamed, requests = self._pending.unnamed, self._pending.requests()
+        mine = RankReport(self._queue.is_broken, self.joining.since, unnamed, requests)
         reports: list[RankReport] = self._gather(mine)
         self._meetings += 1
         if any(each.is_broken for each in reports):
@@ -378,7 +338,7 @@ class Operations:
             self._serve(active, reports)
             return
         self.joining.end(reports)
-        self._unnamed = max(each.unnamed for each in reports)  # those that went on have counted on
+        self._pending.unnamed = max(each.unnamed for each in reports)  # those that went on have counted on
         self._signal.close()
         self._signal = whole_of(self._base)
 
@@ -395,32 +355,33 @@ class Operations:
         for key in wanted:
             if key in lacking:
                 pending = self.joining.contribution(source.pending[key], key)
-                self._add(pending)
+                self._pending.add(pending)
                 self._restart(pending)
 
     def _finish_what_can(self, keys: set[Key]) -> None:
         """Waits for those operations that all ranks have submitted."""
         submitted = {key for key in keys if self._has_submitted(key)}
         everywhere = set.intersection(*self._gather(submitted))
-        for key in everywhere & self._pending.keys():
-            settle(self._pending[key])
+        for pending in self._pending.values():
+            if pending.key in everywhere:
+                settle(pending)
 
     def _renew(self, refusals: Mapping[Key, str]) -> None:
         """Makes a new queue, refuses what does not match, and submits what is left.
 
         Called when nothing is in progress: what is pending has not begun on any rank.
         """
-        self._prune()
-        left = {key: each.request for key, each in self._pending.items()}
-        by_rank: list[dict[Key, Request]] = self._gather(left)
+        self._pending.prune()
+        by_rank: list[dict[Key, Request]] = self._gather(self._pending.requests())
         self._queue.close()
         self._queue = self._meanwhile(lambda: self._base.named_queue(self._title))
-        for key, pending in list(self._pending.items()):
+        for pending in self._pending.values():
+            key = pending.key
             requests = {rank: each[key] for rank, each in enumerate(by_rank) if key in each}
             text = mismatch(requests) if len(requests) == self.size else ""
             pending.refusal = refusals.get(key, "") or text
             if pending.refusal:
-                del self._pending[key]
+                self._pending.remove(pending)
             else:
                 self._restart(pending)
 

@@ -47,7 +47,7 @@ class Started:
 
     @property
     def number(self) -> int:
-        """How many operations of the first one's name came before it, on every rank."""
+        """The number of operations of the first one's name that came before it, on every rank."""
         return self._pending[0].key[1]
 
     def forget(self) -> None:

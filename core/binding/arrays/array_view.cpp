@@ -3,6 +3,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <optional>
@@ -232,9 +234,11 @@ void ArrayView::take_tensor(py::handle object, const dlpack::Tensor& tensor) {
   dtype_ = *dtype;
   memory_.address = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   if (tensor.strides == nullptr) return set_layout(tensor.dims, tensor.shape, nullptr);
-  std::vector<std::int64_t> strides;
-  for (int dim = 0; dim < tensor.dims; ++dim)
-    strides.push_back(tensor.strides[dim] * static_cast<std::int64_t>(dtype_size(dtype_)));
+  std::array<std::int64_t, Descriptor::kMaxDims> strides;
+  const int known = std::min(tensor.dims, Descriptor::kMaxDims);  // more are refused
+  for (int dim = 0; dim < known; ++dim)
+    strides[static_cast<std::size_t>(dim)] =
+        tensor.strides[dim] * static_cast<std::int64_t>(dtype_size(dtype_));
   set_layout(tensor.dims, tensor.shape, strides.data());
 }
 

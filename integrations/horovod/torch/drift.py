@@ -1,4 +1,4 @@
-"""What the state check compares of a distributed optimizer of Torch."""
+"""The state check of Torch optimizers: parameters and hyperparameters are compared over the ranks."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine/named_queue.h"
+#include "engine/named/named_queue.h"
 #include "support/device_array.h"
 #include "support/errors.h"
 

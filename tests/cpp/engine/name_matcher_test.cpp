@@ -1,6 +1,6 @@
 // The matching of names by itself: what is matched, in which order, and that all ranks come to the same.
 
-#include "engine/name_matcher.h"
+#include "engine/named/name_matcher.h"
 
 #include <algorithm>
 #include <map>

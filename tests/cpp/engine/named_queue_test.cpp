@@ -1,6 +1,6 @@
 // Operations matched by name: any order, any thread, any collective.
 
-#include "engine/named_queue.h"
+#include "engine/named/named_queue.h"
 
 #include <algorithm>
 #include <atomic>

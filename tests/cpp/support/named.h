@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/named_queue.h"
+#include "engine/named/named_queue.h"
 #include "support/errors.h"
 #include "support/operations.h"
 

@@ -15,8 +15,8 @@
 #include "base/immovable.h"
 #include "engine/communicator.h"
 #include "engine/memory_in_flight.h"
-#include "engine/name_matcher.h"
-#include "engine/submission.h"
+#include "engine/named/name_matcher.h"
+#include "engine/named/submission.h"
 
 namespace multiring {
 
@@ -74,10 +74,10 @@ class MULTIRING_API NamedQueue : Immovable {
   void enqueue(const std::shared_ptr<Submission>& submission, const ErrorSeen& error_seen);
   void throw_if_abandoned() const;
   void throw_if_unusable(const ErrorSeen& error_seen) const;  // with mutex_ held
-  /// Notes what has to be matched before a submission, because it shares memory with it.
-  void find_conflicts(Submission& submission);  // likewise
-  /// Lets those be announced that waited only for what has been matched.
-  void release_held_back();  // likewise
+  /// Notes what has to be matched before a submission, because it shares memory with it. With mutex_ held.
+  void find_conflicts(Submission& submission);
+  /// Lets those be announced that waited only for what has been matched. With mutex_ held.
+  void release_held_back();
   /// Waits until nothing that is unmatched conflicts with an operation whose arrays are copied at once.
   void await_unmatched(const Operation& operation, const CallOptions& call) const;
   void start_control();  // with mutex_ held
@@ -120,7 +120,7 @@ class MULTIRING_API NamedQueue : Immovable {
   mutable std::condition_variable changed_;
   std::unordered_map<std::string, std::deque<std::shared_ptr<Submission>>> unmatched_;  // to be matched
   std::deque<std::shared_ptr<Submission>> unannounced_;  // those of them that are not announced yet
-  std::deque<std::shared_ptr<Submission>> held_back_;    // likewise, and not before others are matched
+  std::deque<std::shared_ptr<Submission>> held_back_;    // those that wait for others to be matched
   std::uint64_t submitted_ = 0;
   MemoryInFlight memory_;  // of unmatched_
   std::optional<Error> first_error_;

@@ -1,4 +1,4 @@
-#include "engine/name_matcher.h"
+#include "engine/named/name_matcher.h"
 
 #include <algorithm>
 #include <cstring>

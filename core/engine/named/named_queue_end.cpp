@@ -8,7 +8,7 @@
 #include "base/text.h"
 #include "collective/kinds.h"
 #include "collective/rank_list.h"
-#include "engine/named_queue.h"
+#include "engine/named/named_queue.h"
 #include "engine/validate.h"
 
 namespace multiring {

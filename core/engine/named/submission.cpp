@@ -1,4 +1,4 @@
-#include "engine/submission.h"
+#include "engine/named/submission.h"
 
 #include <algorithm>
 #include <utility>

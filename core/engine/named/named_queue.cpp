@@ -1,4 +1,4 @@
-#include "engine/named_queue.h"
+#include "engine/named/named_queue.h"
 
 #include <algorithm>
 #include <limits>
