@@ -371,6 +371,8 @@ class Operations:
 
         Called when nothing is in progress: what is pending has not begun on any rank.
         """
+        for key in refusals:
+            self._pending.count(key)
         self._pending.prune()
         by_rank: list[dict[Key, Request]] = self._gather(self._pending.requests())
         self._queue.close()

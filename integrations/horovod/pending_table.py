@@ -57,6 +57,12 @@ class PendingTable:
         if len(self._pending) > _PRUNE_AT:
             self.prune()
 
+    def count(self, key: Key) -> None:
+        """Count an operation that was refused to all ranks, also to those that have not submitted it."""
+        name, before = key
+        if auto_number(name) is None:
+            self._counts[name] = max(self._counts[name], before + 1)
+
     def remove(self, pending: Pending) -> None:
         """Remove an operation, if it is there."""
         if self._pending.get(pending.key) is pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ __all__ = [
     "num_rank_is_power_2",
     "split_list",
 ]
+
+
+_cache = functools.cache
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

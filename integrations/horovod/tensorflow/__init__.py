@@ -35,7 +35,7 @@ from multiring.horovod.exceptions import HorovodInternalError
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from multiring.horovod.submissions import barrier
-from multiring.horovod.tensorflow import elastic
+from multiring.horovod.tensorflow import elastic, mpi_ops
 from multiring.horovod.tensorflow.collectives import (
     allgather,
     allreduce,
@@ -118,6 +118,7 @@ __all__ = [
     "local_size_op",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
     "process_set_included_op",

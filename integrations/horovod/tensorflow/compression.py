@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Compression", "Compressor"]
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class Compressor:
@@ -23,11 +23,11 @@ class Compressor:
         return tensor
 
 
-class _NoneCompressor(Compressor):
+class NoneCompressor(Compressor):
     """Leaves tensors as they are."""
 
 
-class _FP16Compressor(Compressor):
+class FP16Compressor(Compressor):
     """Reduces floating-point tensors in half precision."""
 
     @staticmethod
@@ -42,5 +42,5 @@ class _FP16Compressor(Compressor):
 class Compression:
     """The compressors that there are."""
 
-    none = _NoneCompressor
-    fp16 = _FP16Compressor
+    none = NoneCompressor
+    fp16 = FP16Compressor

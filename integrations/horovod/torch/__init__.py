@@ -34,7 +34,7 @@ from multiring.horovod.objects import allgather_object, broadcast_object
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from multiring.horovod.submissions import barrier, join
-from multiring.horovod.torch import elastic
+from multiring.horovod.torch import elastic, mpi_ops
 from multiring.horovod.torch.checks import zeros as _zeros
 from multiring.horovod.torch.collectives import (
     allgather,
@@ -126,6 +126,7 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
     "poll",

@@ -12,7 +12,7 @@ import torch
 from multiring.horovod.reduce_ops import Adasum
 from multiring.horovod.torch.drift import DriftCheck
 from multiring.horovod.torch.handles import synchronize
-from multiring.horovod.torch.options import OptimizerOptions, load_shared
+from multiring.horovod.torch.options import NOT_PICKLED, OptimizerOptions, load_shared
 from multiring.horovod.torch.reduces import allreduce_async_
 
 __all__ = ["AdasumStep"]
@@ -28,6 +28,7 @@ class AdasumStep(torch.optim.Optimizer):
     def _distribute(self, optimizer: torch.optim.Optimizer, options: OptimizerOptions) -> None:
         self.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", "zero_grad")})
         self._options = options
+        self._parameter_names = {parameter: name for name, parameter in options.named}
         self.backward_passes_per_step = options.passes
         self._passes: Counter[torch.Tensor] = Counter()
         self._drift = DriftCheck(self, options)
@@ -47,6 +48,9 @@ class AdasumStep(torch.optim.Optimizer):
         """Raises AssertionError: a step is the reduction."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NOT_PICKLED)
 
     def local_step(self) -> None:
         """The step of the wrapped class, of this rank alone."""

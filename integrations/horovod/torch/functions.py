@@ -59,8 +59,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives all ranks the optimizer state of `root_rank`, with the options of its parameter groups.
 
-    An optimizer without state makes it first, by a step with gradients of zero, which stay: it changes no
-    parameter, but Adam counts it.
+    Nothing is stepped: where the optimizer of `root_rank` has no state yet, those of all ranks have none.
 
     Raises:
         ValueError: It is an LBFGS.
@@ -69,8 +68,6 @@ def broadcast_optimizer_state(
         raise ValueError("cannot broadcast torch.optim.LBFGS state")  # noqa: TRY004
     # Where a checkpoint is loaded on the root alone, the others have no tensors to receive into: the state
     # travels as an object, which needs none.
-    if not optimizer.state:
-        _make_state(optimizer)
     state = broadcast_object(_on_host(optimizer.state_dict()), root_rank, "optimizer_state")
     for given, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
         # What is loaded of the state goes to the device of its parameter.
@@ -96,18 +93,3 @@ def _where(own: Any, option: Any) -> Any:
     if isinstance(option, tuple) and isinstance(own, tuple) and len(own) == len(option):
         return tuple(_where(mine, each) for mine, each in zip(own, option, strict=True))
     return option
-
-
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    before = [(p, p.grad, p.detach().clone()) for p in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    # The step of the wrapped class: that of a DistributedOptimizer would reduce the gradients.
-    step = getattr(type(optimizer), "local_step", type(optimizer).step)
-    step(optimizer)
-    with torch.no_grad():
-        for parameter, gradient, value in before:
-            parameter.copy_(value)  # weight decay would have changed it
-            if gradient is not None:
-                parameter.grad = gradient

@@ -16,7 +16,7 @@ from multiring.horovod.torch.adasum_optimizer import AdasumStep
 from multiring.horovod.torch.compression import Compression, Compressor
 from multiring.horovod.torch.drift import DriftCheck
 from multiring.horovod.torch.handles import forget, result_of
-from multiring.horovod.torch.options import OptimizerOptions, load_shared
+from multiring.horovod.torch.options import NOT_PICKLED, OptimizerOptions, load_shared
 from multiring.horovod.torch.reduces import allreduce_gradients, start_sparse_allreduce
 from multiring.horovod.torch.submitted import Incoming, Submitted, check_unchanged
 from multiring.torch.streams import used_here, wait_for_stream
@@ -59,7 +59,7 @@ class _Distributed(torch.optim.Optimizer):
         self.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", "zero_grad")})
         self._options = options
         self.backward_passes_per_step = options.passes
-        self._names = {parameter: name for name, parameter in options.named}
+        self._parameter_names = {parameter: name for name, parameter in options.named}
         self._group_of = {p: group for group in options.groups for p in group}
         self._passes: Counter[Parameter] = Counter()
         self._incoming = Incoming()
@@ -99,7 +99,7 @@ class _Distributed(torch.optim.Optimizer):
         self._reduced.clear()
         self._passes.clear()
         self._incoming.clear()
-        check_unchanged(submitted, self._names, self._options.process_set)
+        check_unchanged(submitted, self._parameter_names, self._options.process_set)
         for each in started if required else ():
             if any(gradient.parameter is required[0] for gradient in each.submitted):
                 self._drift.begin(each.handle)
@@ -160,6 +160,9 @@ class _Distributed(torch.optim.Optimizer):
         self._is_synchronized, self._synchronizes = False, True
         load_shared(self, super().load_state_dict, state_dict)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NOT_PICKLED)
+
     def local_step(self) -> None:
         """The step of the wrapped class, with gradients as they are."""
         super().step()
@@ -194,21 +197,20 @@ class _Distributed(torch.optim.Optimizer):
                 wait_for_stream(made_on)
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
-            if each.grad.is_sparse and (self._options.sparse_as_dense or len(parameters) > 1):
-                each.grad = each.grad.to_dense()
         self._reductions.append(self._reduce(parameters))
 
     def _reduce(self, parameters: list[Parameter]) -> _Started:
         options = self._options
-        found = [Submitted.of(parameter, self._incoming.address(parameter)) for parameter in parameters]
+        is_dense = options.sparse_as_dense or len(parameters) > 1
+        found = [Submitted.of(each, self._incoming.address(each), is_dense) for each in parameters]
         submitted = [each for each, _ in found]
-        if submitted[0].gradient.is_sparse:
-            name = self._names.get(parameters[0])
+        if found[0][1].is_sparse:
+            name = self._parameter_names.get(parameters[0])
             handle, wait_sparse = start_sparse_allreduce(found[0][1], name, options.op, options.process_set)
             return _Started(submitted, lambda: [wait_sparse()], handle)
         pairs = [options.compression.compress(values) for _, values in found]
         tensors = [tensor for tensor, _ in pairs]
-        names = [self._names.get(p, "") for p in parameters]
+        names = [self._parameter_names.get(p, "") for p in parameters]
         scale = 1 / options.predivide, options.predivide
         handle = allreduce_gradients(tensors, names, options.op, scale, options.process_set)
 

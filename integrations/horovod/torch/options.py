@@ -13,9 +13,14 @@ import torch
 from multiring.horovod.process_sets import ProcessSet
 from multiring.horovod.torch.compression import Compressor
 
-__all__ = ["OptimizerOptions", "load_shared"]
+__all__ = ["NOT_PICKLED", "OptimizerOptions", "load_shared"]
 
 Parameter = torch.Tensor
+
+NOT_PICKLED = (
+    "a DistributedOptimizer cannot be pickled or copied, because it has hooks at the model's parameters: "
+    "save optimizer.state_dict(), make the optimizer anew, wrap it, and load the state"
+)
 
 
 @dataclass(frozen=True)

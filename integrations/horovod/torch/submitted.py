@@ -74,17 +74,23 @@ class Submitted(NamedTuple):
     is_replaced: bool
 
     @classmethod
-    def of(cls, parameter: Tensor, incoming: int | None) -> tuple[Submitted, Tensor]:
+    def of(cls, parameter: Tensor, incoming: int | None, is_dense: bool) -> tuple[Submitted, Tensor]:
         """Return what is to be remembered of a parameter's gradient, and the tensor to be reduced.
 
         That tensor is the gradient itself only if no other tensor has the gradient's memory.
+
+        Args:
+            parameter: The parameter, which has a gradient.
+            incoming: The address of the gradient, if autograd has made it.
+            is_dense: Whether a sparse gradient is reduced as a dense tensor.
         """
         gradient = parameter.grad
         assert gradient is not None
-        is_own = gradient.is_sparse or is_reducible_in_place(gradient)
-        if is_own:
-            values = gradient if gradient.is_sparse else gradient.contiguous()
+        if gradient.is_sparse:
+            values = gradient.to_dense() if is_dense else gradient
             return cls(parameter, gradient, version(gradient), None, True), values
+        if is_reducible_in_place(gradient):
+            return cls(parameter, gradient, version(gradient), None, True), gradient.contiguous()
         values = _copy_of(gradient)
         is_replaced = is_replaceable(gradient, incoming)
         return cls(parameter, gradient, None, values.clone(), is_replaced), values
@@ -99,9 +105,11 @@ class Submitted(NamedTuple):
         return not torch.equal(_bytes_of(_copy_of(self.gradient)), _bytes_of(self.values))
 
     def publish(self, result: Tensor) -> None:
-        """Show the reduced gradient to the program."""
+        """Show the reduced gradient to the program: a sparse one, if it has given a sparse one."""
         if result is self.gradient:
             return
+        if self.gradient.is_sparse and not result.is_sparse:
+            result = result.to_sparse(self.gradient.sparse_dim())
         if self.is_replaced:
             self.parameter.grad = result
         else:

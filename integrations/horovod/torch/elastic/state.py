@@ -12,34 +12,100 @@ from multiring.horovod.objects import allgather_object, broadcast_object
 from multiring.horovod.torch.elastic.sampler import ElasticSampler
 from multiring.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
 
-__all__ = ["TorchState"]
+__all__ = [
+    "ModelStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]
 
 
-class _Handled:
-    """A model, an optimizer, a sampler or what else has a `state_dict`, and what was saved of it."""
+class StateHandler:
+    """Saves, restores and synchronises a value that has a `state_dict` and a `load_state_dict`.
+
+    Attributes:
+        value: The value.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.save()
 
+    def set_value(self, value: Any) -> None:
+        """Put another value in the place of the value, and save it."""
+        self.value = value
+        self.save()
+
     def save(self) -> None:
+        """Keep a copy of the state in memory."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
+        """Load the state that was saved."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        if isinstance(self.value, torch.nn.Module):
-            broadcast_parameters(self.value.state_dict(), 0)
-        elif isinstance(self.value, torch.optim.Optimizer):
-            broadcast_optimizer_state(self.value, 0)
-        elif isinstance(self.value, ElasticSampler):
-            states = allgather_object(self.value.state_dict())
-            processed = set().union(*(state["processed_indices"] for state in states))
-            self.value.load_state_dict({"epoch": states[0]["epoch"], "processed_indices": processed})
-        else:
-            self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        """Load the state of rank 0, and save it. Collective."""
+        self._share()
         self.save()
+
+    def _share(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
+class ModelStateHandler(StateHandler):
+    """Handles a model."""
+
+    def _share(self) -> None:
+        broadcast_parameters(self.value.state_dict(), 0)
+
+
+class OptimizerStateHandler(StateHandler):
+    """Handles an optimizer."""
+
+    def _share(self) -> None:
+        broadcast_optimizer_state(self.value, 0)
+
+
+class SamplerStateHandler(StateHandler):
+    """Handles an ElasticSampler: what any rank has processed counts as processed."""
+
+    def _share(self) -> None:
+        states = allgather_object(self.value.state_dict())
+        processed = set().union(*(state["processed_indices"] for state in states))
+        self.value.load_state_dict({"epoch": states[0]["epoch"], "processed_indices": processed})
+
+
+Registry = list[tuple[type, type[StateHandler]]]
+
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Return the types of values and their handlers; the first that fits a value handles it."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Have a TorchState that is made from now on handle values by these types and handlers."""
+    global _registry
+    _registry = registry
+
+
+def _handler_of(value: Any) -> StateHandler | None:
+    """Return what handles a value; None: an object without a `state_dict` of its own."""
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return StateHandler(value) if has_state else None
 
 
 class TorchState(ObjectState):
@@ -50,7 +116,8 @@ class TorchState(ObjectState):
         """Of a model, its optimizer, and what else is given by name."""
         given = {"model": model, "optimizer": optimizer}
         kwargs |= {name: value for name, value in given.items() if value is not None}
-        self._handled = {name: _Handled(value) for name, value in kwargs.items() if _has_state(value)}
+        handlers = {name: _handler_of(value) for name, value in kwargs.items()}
+        self._handled = {name: handler for name, handler in handlers.items() if handler is not None}
         super().__init__(**{name: value for name, value in kwargs.items() if name not in self._handled})
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +129,7 @@ class TorchState(ObjectState):
     def __setattr__(self, name: str, value: Any) -> None:
         handled = self.__dict__.get("_handled", {})
         if name in handled:
-            handled[name] = _Handled(value)
+            handled[name].set_value(value)
         else:
             super().__setattr__(name, value)
 
@@ -89,7 +156,3 @@ class TorchState(ObjectState):
         for each in self._handled.values():
             if isinstance(each.value, ElasticSampler):
                 each.value.reset()
-
-
-def _has_state(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
