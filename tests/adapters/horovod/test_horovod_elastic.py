@@ -10,6 +10,7 @@ import multiring.horovod.torch as hvd
 from multiring import Communicator
 from multiring.errors import PeerLostError
 from multiring.horovod.torch import handles
+from multiring.horovod.torch.elastic import state
 from tests.adapters.horovod.support import refused, with_hvd
 from tests.adapters.horovod.test_horovod_optimizer import sgd, take_step, values
 from tests.on_ranks import same_everywhere
@@ -174,3 +175,37 @@ def test_a_group_of_which_a_gradient_is_refused(comm: Communicator) -> None:
     refused(ValueError, {"in flight": optimizer.step})
     assert not handles._started
     take_step(optimizer, model(torch.ones(1, 2)).sum())
+
+
+@with_hvd()
+def test_handlers_of_a_program(comm: Communicator) -> None:
+    """A registry says how values of a type are saved and synchronised."""
+
+    class Counter:
+        def __init__(self) -> None:
+            self.count = comm.rank + 1
+
+    class Handler(state.StateHandler):
+        def save(self) -> None:
+            self._saved = self.value.count
+
+        def restore(self) -> None:
+            self.value.count = self._saved
+
+        def sync(self) -> None:
+            self.value.count = int(hvd.allreduce(torch.tensor([self.value.count]), op=hvd.Sum).item())
+            self.save()
+
+    before = state.get_handler_registry()
+    state.set_handler_registry([(Counter, Handler), *before])
+    try:
+        whole = hvd.elastic.TorchState(counter=Counter(), model=torch.nn.Linear(1, 1))
+    finally:
+        state.set_handler_registry(before)
+    whole.sync()
+    assert whole.counter.count == 3
+    whole.counter.count = 9
+    whole.restore()
+    assert whole.counter.count == 3
+    whole.counter = Counter()
+    assert whole.counter.count == comm.rank + 1

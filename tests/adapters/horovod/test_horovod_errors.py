@@ -156,6 +156,18 @@ def test_other_collectives_are_refused_while_a_rank_has_joined(comm: Communicato
     assert hvd.broadcast(torch.full((2,), comm.rank), 1).tolist() == [1, 1]
 
 
+@with_hvd()
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_name_that_was_refused_in_one_join_is_refused_in_the_next(comm: Communicator, first: int) -> None:
+    """By the rank that had joined then, and did not submit it."""
+    for joined in (first, 1 - first, first):
+        if comm.rank != joined:
+            text = "Broadcast is not supported with Join at this time"
+            refused(RuntimeError, {text: lambda: hvd.broadcast(torch.ones(2), 0, name="jb")})
+        hvd.join()
+    assert hvd.broadcast(torch.full((1,), float(comm.rank)), 1, name="jb").item() == 1.0
+
+
 @with_hvd(3)
 def test_a_process_set_goes_on_while_a_rank_has_joined(comm: Communicator) -> None:
     """Rank 1 waits for an operation of the set that rank 2 submits after one of all ranks."""

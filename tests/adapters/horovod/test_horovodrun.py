@@ -220,16 +220,21 @@ from horovod import torch as other
 from horovod.common.elastic import run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.process_sets import process_set_by_id, process_sets
+from horovod.common.basics import HorovodBasics
+from horovod.common.exceptions import HorovodVersionMismatchError
+from horovod.common.util import _cache
 from horovod.common.util import env, gloo_built, nccl_built, num_rank_is_power_2, split_list
 from horovod.torch.elastic.sampler import ElasticSampler
-from horovod.torch.elastic.state import TorchState
+from horovod.torch.elastic.state import ModelStateHandler, OptimizerStateHandler, SamplerStateHandler
+from horovod.torch.elastic.state import StateHandler, TorchState, get_handler_registry, set_handler_registry
 from horovod.torch.functions import broadcast_object
-from horovod.torch.compression import Compression
+from horovod.torch.compression import Compression, FP16Compressor, NoneCompressor
 from horovod.torch.mpi_ops import allreduce, rank
 import multiring.horovod.torch
 
 assert hvd is other is multiring.horovod.torch is horovod.torch
 assert Compression is hvd.Compression and allreduce is hvd.allreduce
+assert hvd.mpi_ops.Sum == hvd.Sum and Compression.fp16 is FP16Compressor and Compression.none is NoneCompressor
 assert multiring.horovod.torch.__spec__.name == "multiring.horovod.torch"
 assert horovod.__version__ == "0.28.1"
 try:
@@ -248,6 +253,9 @@ hvd.init()
 assert process_set_by_id(0) is process_sets()[0] is hvd.global_process_set
 for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
     assert getattr(hvd, name)() == int(os.environ.get("HOROVOD_" + name.upper(), "size" in name)), name
+assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: list(range(hvd.size()))}
+assert hvd.mpi_ops._basics.size() == HorovodBasics(__file__, "mpi_lib").size() == hvd.size()
+assert not hasattr(HorovodBasics(), "no_such_function")
 everyone = hvd.allgather_object(hvd.rank())
 if hvd.rank() == hvd.size() - 1:
     print("all of", hvd.size(), sys.argv[1:], everyone)
