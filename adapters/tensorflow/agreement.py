@@ -10,7 +10,6 @@ import numpy as np
 
 from multiring.derived import resolve
 from multiring.gradients.options import check_interval
-from multiring.metrics import average_metrics
 from multiring.state.check import compare_state
 from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer
 from multiring.tensorflow.state_broadcast import broadcast_variables
@@ -28,44 +27,70 @@ def _numbers(logs: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
 
 
+def _samples(model: Any) -> float:
+    """Return the number of samples that a model's metrics are of now; 0: Keras has not counted them."""
+    for metric in model.metrics:
+        if isinstance(metric, keras.metrics.Mean) and metric.name == "loss":
+            return float(keras.ops.convert_to_numpy(metric.count))
+    return 0.0
+
+
 class MetricAverage(keras.callbacks.Callback):
     """Averages the metrics of an epoch over ranks, in place, so that callbacks behind it see averages.
-    Collective.
+    Collective. A metric that some ranks do not have, such as val_loss where one rank alone has validation
+    data, is averaged over those that have it, and all get it.
 
     Put it before callbacks that decide by metrics (EarlyStopping, ReduceLROnPlateau): all ranks then decide
     alike. `BroadcastInitialState` puts one there where it is missing.
     """
 
-    def __init__(self, weight: float | Callable[[], float] = 1.0, comm: Communicator | None = None) -> None:
+    def __init__(
+        self, weight: float | Callable[[], float] | None = None, comm: Communicator | None = None
+    ) -> None:
         """Create.
 
         Args:
-            weight: What this rank counts for, such as the number of its samples; or a function that says so.
+            weight: What this rank counts for, or a function that says so. None: the number of samples that
+                its metrics are of, of the epoch or of the validation data; where a model has a train_step
+                of its own, in which Keras does not count them, all ranks count alike.
             comm: Ranks that train together; the world by default.
         """
         super().__init__()
         self._weight, self._comm = weight, comm
+        self._trained, self._tested = 0.0, 0.0  # samples of this epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Begins to count samples."""
+        self._trained = self._tested = 0.0
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        """Counts the samples of the epoch, before the validation begins to count."""
+        self._trained = self._trained or _samples(self.model)
+
+    def on_test_end(self, logs: Logs = None) -> None:
+        """Counts the samples of the validation."""
+        self._tested = _samples(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Averages all metrics that are numbers."""
-        if not logs:
-            return
-        comm = resolve(self._comm)
-        numbers = _numbers(logs)
-        weight = self._weight() if callable(self._weight) else self._weight
-        logs.update(average_metrics(numbers, weight, comm))
-
-
-class _SharedMetricAverage(MetricAverage):
-    """The one that nobody asked for: what some ranks do not have, such as val_loss where one rank alone has
-    validation data, they get from the others."""
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Averages each metric over the ranks that have it."""
         own_logs = {} if logs is None else logs
-        everyone = resolve(self._comm).allgather_object(_numbers(own_logs))
-        for name in sorted(set().union(*everyone)):
-            own_logs[name] = float(np.mean([own[name] for own in everyone if name in own]))
+        given = self._weight() if callable(self._weight) else self._weight
+        trained = self._trained or _samples(self.model)
+        weights = (trained, self._tested) if given is None else (given, given)
+        everyone = resolve(self._comm).allgather_object((_numbers(own_logs), weights))
+        for name in sorted(set().union(*(numbers for numbers, _ in everyone))):
+            is_tested = name.startswith("val_")
+            found = [(numbers[name], each[is_tested]) for numbers, each in everyone if name in numbers]
+            own_logs[name] = _mean(found, is_counted=given is None)
+
+
+def _mean(found: list[tuple[float, float]], *, is_counted: bool) -> float:
+    """Return the weighted mean of pairs of value and weight; that of the values where samples were to be
+    counted and some rank has counted none."""
+    if is_counted and not all(weight for _, weight in found):
+        return float(np.mean([value for value, _ in found]))
+    total = sum(weight for _, weight in found)
+    return sum(value * weight for value, weight in found if weight) / total if total else float("nan")
 
 
 class _StopTogether(keras.callbacks.Callback):
@@ -167,7 +192,7 @@ def decide_together(
     )
     added: list[Any] = [together]
     if any(averages):
-        average = _SharedMetricAverage(comm=comm)
+        average = MetricAverage(comm=comm)
         given.insert(first if first < len(given) else 0, average)
         added.append(average)
     for callback in added:

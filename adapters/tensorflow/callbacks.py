@@ -167,8 +167,9 @@ def _warn_if_uneven(model: Any, comm: Communicator, steps: list[int | None]) -> 
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
-    """Raises the learning rate linearly, batch by batch, to the one for the global batch (Goyal et al.
-    2017).
+    """Raises the learning rate linearly, step by step, to the one for the global batch (Goyal et al. 2017).
+
+    Steps are counted from the first epoch, also where `fit()` begins with a later one (`initial_epoch`).
     """
 
     def __init__(
@@ -178,22 +179,41 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
         Args:
             peak: Learning rate after the warm-up; usually that of one rank times the number of ranks.
-            steps: Batches until then.
+            steps: Batches until then; with `steps_per_execution` a call has several.
             start: Learning rate before the first batch; `peak` divided by the number of ranks by default.
             comm: Ranks that train together; the world by default.
         """
         super().__init__()
         if steps < 1:
             raise UsageError(f"a warm-up of {steps} steps; at least 1 is needed")
-        self._peak, self._steps, self._start, self._comm, self._done = peak, steps, start, comm, 0
+        self._peak, self._steps, self._start, self._comm = peak, steps, start, comm
+        self._epoch = self._first = 0  # number of the epoch, and of the step that its first batch is
+        self._done = 0  # steps
+        self._is_rising = False  # the learning rate was set last before the peak
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Remembers the epoch: `fit()` may begin with a later one (`initial_epoch`)."""
+        self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Sets the learning rate until it is at its peak; afterwards it is left alone."""
-        if self._done >= self._steps:
+        """Sets the learning rate until it is at its peak; afterwards it is left alone.
+
+        With `steps_per_execution` it is set for several batches at once, as for the first of them.
+        """
+        steps = (self.params or {}).get("steps") or 0  # unknown: the batches that this object has seen count
+        before = max(self._done, self._epoch * steps + batch)
+        self._first, self._done = before - batch, before + 1
+        if before >= self._steps and not self._is_rising:
             return
-        self._done += 1
+        self._is_rising = before < self._steps
         start = self._peak / resolve(self._comm).size if self._start is None else self._start
-        _set_learning_rate(self.model, start + (self._peak - start) * (self._done / self._steps))
+        part = min(before + 1, self._steps) / self._steps
+        _set_learning_rate(self.model, start + (self._peak - start) * part)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Counts batches, of which one call may have had several: Keras counts on past the end of an epoch."""
+        steps = (self.params or {}).get("steps") or batch + 1
+        self._done = max(self._done, self._first + min(batch + 1, steps))
 
 
 class LearningRateSchedule(keras.callbacks.Callback):
@@ -260,7 +280,7 @@ class RankZeroCheckpoint(keras.callbacks.Callback):
         """Writes the file on rank 0."""
         if resolve(self._comm).rank != 0:
             return
-        arrays = {name: to_numpy(variable) for name, variable in _numbered(self.model).items()}
+        arrays = {name: _portable(to_numpy(variable)) for name, variable in _numbered(self.model).items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(self._path.name + ".new")
         with temporary.open("wb") as file:
@@ -280,7 +300,7 @@ def resume(model: Any, path: str | os.PathLike[str], comm: Communicator | None =
         Number of finished epochs: `initial_epoch` for `model.fit`; 0 if there is no file.
 
     Raises:
-        UsageError: The file is of another model. Raised on all ranks.
+        UsageError: The file is of another model, or cannot be read. Raised on all ranks.
     """
     comm = resolve(comm)
     optimizer = getattr(model, "optimizer", None)
@@ -289,26 +309,37 @@ def resume(model: Any, path: str | os.PathLike[str], comm: Communicator | None =
     state = _numbered(model)
     epochs, problem = 0, ""
     if comm.rank == 0 and Path(path).exists():
-        with np.load(path) as arrays:
-            known = {
-                name: (arrays[name].shape == tuple(v.shape))
-                for name, v in state.items()
-                if name in arrays.files
-            }
-            wrong = [name for name in state if not known.get(name, False)]
-            if wrong or len(arrays.files) != len(state) + 1:
-                first = wrong[0] if wrong else "the number of variables"
-                problem = f"{path} is a checkpoint of another model: {first} differs"
-            else:
-                epochs = int(arrays["_epochs"])
-                for name, variable in state.items():
-                    variable.assign(arrays[name])
+        try:
+            epochs = _load(state, path)
+        except Exception as error:  # raised on all ranks, which would wait for this one
+            problem = str(error) if isinstance(error, UsageError) else f"{path} cannot be read: {error!r}"
     epochs, problem = broadcast_object((epochs, problem), 0, comm)
     if problem:
         raise UsageError(problem)
     if epochs:
         broadcast_variables(state, 0, comm)
     return epochs
+
+
+def _load(state: dict[str, Any], path: str | os.PathLike[str]) -> int:
+    """Give variables the values of a checkpoint, all or none; return the number of finished epochs."""
+    with np.load(path) as arrays:
+        found = {name: arrays[name] for name in arrays.files}
+    epochs = int(found.pop("_epochs"))
+    wrong = [name for name, v in state.items() if name not in found or found[name].shape != tuple(v.shape)]
+    if wrong or len(found) != len(state):
+        first = wrong[0] if wrong else "the number of variables"
+        raise UsageError(f"{path} is a checkpoint of another model: {first} differs")
+    for name, variable in state.items():
+        value = found[name]
+        # Checkpoints of old have the bytes of bfloat16.
+        variable.assign(value.view(to_numpy(variable).dtype) if value.dtype.kind == "V" else value)
+    return epochs
+
+
+def _portable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the array; where NumPy's files have no such dtype (bfloat16, 8 bits), as float32, exactly."""
+    return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 
 def _state_of(model: Any) -> dict[str, Any]:

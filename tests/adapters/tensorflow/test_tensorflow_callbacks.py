@@ -86,6 +86,87 @@ def test_learning_rates(comm: Communicator) -> None:
     refused(UsageError, {"warm-up of 0 steps": lambda: callbacks.LearningRateWarmup(0.1, 0)})
 
 
+@pytest.mark.parametrize(("together", "first"), [(4, 0), (3, 0), (1, 1), (2, 1), (1, 9)])
+def test_a_warm_up_counts_steps(comm: Communicator, together: int, first: int) -> None:
+    """Of all epochs, whatever a call executes; 4 batches an epoch. Afterwards the rate is left alone."""
+    found: dict[int, float] = {}
+    model = make_distributed(comm, keras.optimizers.SGD(0.3), steps_per_execution=together)
+    warmup = callbacks.LearningRateWarmup(0.8, 6, start=0.2, comm=comm)
+
+    class Record(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            found[4 * self.epoch + batch] = round(float(model.optimizer.learning_rate), 6)
+
+    fit(comm, model, warmup, Record(), epochs=first + 3, initial_epoch=first)
+    assert len(found) == 3 * -(-4 // together)
+    wanted = {k: round(0.2 + 0.6 * min(k + 1, 6) / 6, 6) if first < 2 else 0.3 for k in found}
+    assert found == wanted
+
+
+class Own(keras.Model):  # type: ignore[misc]
+    """Has a step of its own that counts no samples."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.scale, self.value = self.add_weight(shape=()), float(comm.rank)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"own": tf.constant(self.value) + 0.0 * self.scale}
+
+
+def test_metrics_are_weighted_by_samples(comm: Communicator) -> None:
+    """As one process has them over the data of all ranks. The validation data are of one rank alone, or of
+    both; a model that counts no samples has plain averages."""
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    model.layers[0].kernel.assign([[1.0]])
+    x, y = np.arange(13.0).reshape(13, 1), np.zeros((13, 1))
+    mine = slice(0, 4) if comm.rank == 0 else slice(4, 13)
+    average = callbacks.MetricAverage(comm=comm)
+    options: dict[str, Any] = {"batch_size": 2, "verbose": 0, "shuffle": False, "callbacks": [average]}
+    for held_out in ((x[:3], y[:3]), (x[mine], y[mine])):
+        everywhere = len(held_out[0]) != 3
+        given = held_out if everywhere or comm.rank == 0 else None
+        found = model.fit(x[mine], y[mine], validation_data=given, **options).history
+        assert found["loss"] == pytest.approx([np.mean(x**2)])
+        assert found["mae"] == pytest.approx([np.mean(x)])
+        assert found["val_loss"] == pytest.approx([np.mean((x if everywhere else x[:3]) ** 2)])
+        assert same_everywhere(comm, found)
+    own = Own(comm)
+    own.compile()
+    assert own.fit(x[mine], **options).history == {"own": [0.5]}
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float16"])
+def test_a_checkpoint_of_few_bits(comm: Communicator, tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "training.npz"
+
+    def make() -> Any:
+        layers = [keras.layers.Input((2,)), keras.layers.Dense(2, dtype=policy)]
+        model = keras.Sequential(layers)
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.compile(mt.DistributedOptimizer(optimizer, comm), "mse", jit_compile=False)
+        return model
+
+    x = np.random.default_rng(comm.rank).standard_normal((8, 2))
+    start = callbacks.BroadcastInitialState(comm=comm)
+    through = make()
+    for options in ({"epochs": 1}, {"epochs": 2, "initial_epoch": 1}):
+        write = callbacks.RankZeroCheckpoint(path, comm)
+        through.fit(x, x, batch_size=4, shuffle=False, verbose=0, callbacks=[start, write], **options)
+        comm.barrier()
+        later = make()
+        assert callbacks.resume(later, path, comm) == options["epochs"]
+        assert state(later) == state(through)
+    if comm.rank == 0:
+        path.write_bytes(path.read_bytes()[:-30])
+    comm.barrier()
+    refused(UsageError, {"cannot be read": lambda: callbacks.resume(make(), path, comm)})
+
+
 def test_training_goes_on_from_a_checkpoint_of_rank_0(comm: Communicator, tmp_path: Path) -> None:
     path = tmp_path / "sub" / "training.npz"
     through = make_distributed(comm)
