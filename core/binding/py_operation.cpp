@@ -21,6 +21,12 @@ namespace {
 constexpr const char* kContiguousOnly =
     "the native core takes contiguous arrays only here; the Python face copies others first";
 
+/// What is written to an array whose elements share memory depends on which is written last.
+void require_apart(const ArrayView& out) {
+  if (!out.contiguous() && out.strided().may_overlap_itself())
+    throw_usage("elements of out share memory, as those of a broadcast or expanded array do: pass a copy of it");
+}
+
 void require_apart(const ArrayView& in, const ArrayView& out) {
   if (overlap_in_part(in, out))
     throw_usage("out overlaps the input in part; give the input itself to work in place, or other memory");
@@ -44,6 +50,7 @@ bool PyOperation::set_input(py::handle array, bool is_copied) {
 bool PyOperation::set_output(py::handle array) {
   ArrayView view(array, true);
   if (!view.contiguous() && view.memory().on_device()) return false;
+  require_apart(view);
   Descriptor& descriptor = operation.descriptor;
   const OpTraits& traits = traits_of(descriptor);
   if (traits.compared == OpTraits::Compared::kNothing) {
@@ -89,6 +96,7 @@ void PyOperation::set_inputs(const std::vector<py::object>& arrays, const std::v
 void PyOperation::set_outputs(const std::vector<py::object>& arrays) {
   for (const py::object& array : arrays) {
     ArrayView view(array, true);
+    require_apart(view);
     const bool is_known = traits_of(operation.descriptor).compared != OpTraits::Compared::kNothing;
     if (is_known && view.dtype() != operation.descriptor.dtype)
       throw_usage("the arrays have different dtypes");

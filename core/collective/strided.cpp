@@ -1,6 +1,7 @@
 #include "collective/strided.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -134,6 +135,21 @@ std::size_t StridedView::extent() const {
   for (std::size_t dim = 0; dim < static_cast<std::size_t>(dims); ++dim)
     extent += static_cast<std::size_t>((shape[dim] - 1) * std::abs(strides[dim]));
   return extent;
+}
+
+bool StridedView::may_overlap_itself() const {
+  std::vector<std::pair<std::int64_t, std::int64_t>> steps;  // stride, extent
+  for (std::size_t dim = 0; dim < static_cast<std::size_t>(dims); ++dim) {
+    if (shape[dim] == 0) return false;
+    if (shape[dim] > 1) steps.emplace_back(std::abs(strides[dim]), shape[dim]);
+  }
+  std::ranges::sort(steps);
+  auto span = static_cast<std::int64_t>(dtype_size(dtype));  // of what the smaller steps reach
+  for (const auto& [stride, extent] : steps) {
+    if (stride < span) return true;
+    span += stride * (extent - 1);
+  }
+  return false;
 }
 
 void StridedView::copy_to(std::byte* contiguous) const {

@@ -30,6 +30,10 @@ struct MULTIRING_API StridedView {
   const std::byte* lowest() const;
   std::size_t extent() const;
 
+  /// Whether elements may share memory, as those of a broadcast array do. Arrays whose dimensions are
+  /// interleaved in other ways than by slices and transposition may be taken for such.
+  bool may_overlap_itself() const;
+
   void copy_to(std::byte* contiguous) const;
   void copy_from(const std::byte* contiguous) const;
 };

@@ -26,6 +26,7 @@ __all__ = [
     "joined",
     "like",
     "multiply",
+    "mutable",
     "require_memory",
     "set_arrays",
     "set_input",
@@ -122,6 +123,18 @@ def without_gradient(x: Array) -> Array:
         raise UsageError(
             f"the array, a {type(x).__name__}, requires a gradient, and none goes through a collective: pass "
             "tensor.detach(), or tensor.grad for its gradient"
+        )
+    return x
+
+
+def mutable(x: Array) -> Array:
+    """Return `x` itself. Raise UsageError if it is of a library whose arrays do not change (JAX's, and tensors
+    of TensorFlow): other arrays, and what the library keeps, may have the same memory."""
+    kind = type(x)
+    if hasattr(kind, "__add__") and not hasattr(kind, "__iadd__") and hasattr(x, "__dlpack__"):
+        raise UsageError(
+            f"arrays of type {kind.__name__} do not change, and so cannot be written to: take what the call "
+            "returns, without out="
         )
     return x
 
@@ -252,9 +265,15 @@ def set_output(operation: _core.Operation, out: Array) -> Callable[[Any], Array]
         A function that takes the finished operation and returns `out`.
 
     Raises:
-        UsageError: `out` is read-only, requires a gradient, or has no memory of its own.
+        UsageError: `out` is read-only, requires a gradient, has no memory of its own, or elements of it share
+            memory.
     """
-    if operation.set_output(out if type(out) is np.ndarray else without_gradient(out)):
+    return _set_output(operation, out if type(out) is np.ndarray else mutable(without_gradient(out)))
+
+
+def _set_output(operation: _core.Operation, out: Array) -> Callable[[Any], Array]:
+    """Set an output that may be a new array of a library whose arrays do not change."""
+    if operation.set_output(out):
         return lambda done: out
     target = contiguous(out)
     operation.set_output(target)
@@ -285,4 +304,4 @@ def use_of(x: Array, *, is_written: bool = False) -> _core.Operation:
 def set_arrays(operation: _core.Operation, x: Array, out: Array | None) -> Callable[[Any], Array]:
     """Set input and output of an operation whose result is as large as its input."""
     source = set_input(operation, x)
-    return set_output(operation, empty_like(source) if out is None else out)
+    return _set_output(operation, empty_like(source)) if out is None else set_output(operation, out)

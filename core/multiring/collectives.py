@@ -14,6 +14,7 @@ from multiring.arrays import (
     as_array,
     empty_like,
     like,
+    mutable,
     set_arrays,
     set_input,
     set_output,
@@ -94,10 +95,12 @@ class Collectives:
             out = empty_like(x)
             if self._plain_allreduce(x, out, op, name, prescale, postscale, timeout, crossing):
                 return out
+        else:
+            without_gradient(mutable(out))
         check_crossing(Collectives.allreduce, crossing)
         wait = seconds(timeout)
         factors = reduce_op(op), name or "", prescale, postscale, wait, native_crossing(**crossing)
-        if not self._core.allreduce(x, without_gradient(out), *factors):
+        if not self._core.allreduce(x, out, *factors):
             operation = self._operation("ALLREDUCE", name)
             operation.set_reduction(*native_reduction(op, prescale, postscale, **crossing))
             return self._run(operation, set_arrays(operation, x, out), timeout)

@@ -147,10 +147,10 @@ class NamedQueue:
         reduced: Array = self.allreduce_async(x, **options).wait()
         return reduced
 
-    def await_queued(self, x: Array) -> None:
-        """Wait until no operation of this queue that was submitted writes to the contiguous array `x`; for
-        integrations."""
-        self._core.await_queued(use_of(x))
+    def await_queued(self, x: Array, *, is_written: bool = False) -> None:
+        """Wait until no operation of this queue that was submitted writes to the contiguous array `x`, or,
+        with `is_written`, reads it; for integrations."""
+        self._core.await_queued(use_of(x, is_written=is_written))
 
     def abort(self, message: str) -> None:
         """Breaks the queue on all ranks: pending and later operations raise `AbortedError`."""

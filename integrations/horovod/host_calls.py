@@ -49,7 +49,7 @@ class Asked:
         postscale: Factor for the result.
         root: Of a broadcast, as a rank of the job.
         is_group: Whether the tensors fail together.
-        sources: Variables whose gradients the tensors are, if they are gradients of variables.
+        sources: Variables, if the tensors are their gradients or values.
     """
 
     kind: str

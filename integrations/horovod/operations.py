@@ -86,9 +86,10 @@ class Operations:
         with self._lock:
             return self._pending.auto_name()
 
-    def await_queued(self, x: Any) -> None:
-        """Wait until no operation under way writes to the contiguous array `x`."""
-        self._queue.await_queued(x)
+    def await_queued(self, x: Any, *, is_written: bool = False) -> None:
+        """Wait until no operation under way writes to the contiguous array `x`, or, with `is_written`, reads
+        it."""
+        self._queue.await_queued(x, is_written=is_written)
 
     def submit(self, request: Request, start: Start) -> Pending:
         """Submits an operation. Waits for nothing but, after a mismatch, for the other ranks, and for an

@@ -16,7 +16,7 @@ _REDUCTIONS = frozenset({"allreduce", "reducescatter"})
 
 @dataclass(frozen=True)
 class Source:
-    """The variable whose gradient an operation reduces.
+    """The variable whose gradient, or value, an operation is about.
 
     Attributes:
         number: Position in the list of variables, from 1.
@@ -24,6 +24,7 @@ class Source:
         kind: The part of the variable's name that is the same in every process.
         is_present: Whether this rank has a gradient; otherwise it is None.
         title: The variable's name in this process. The ranks do not compare it.
+        what: "gradient" or "value".
     """
 
     number: int
@@ -31,15 +32,16 @@ class Source:
     kind: str
     is_present: bool
     title: str = field(compare=False)
+    what: str = "gradient"
 
     @property
     def asked(self) -> str:
         """All that has to be the same on all ranks, as one text."""
-        return f"{'gradient' if self.is_present else 'None'} {self.number}/{self.count} {self.kind}"
+        return f"{self.what if self.is_present else 'None'} {self.number}/{self.count} {self.kind}"
 
     def __str__(self) -> str:
         article = "a" if self.is_present else "no"
-        return f"{article} gradient of variable '{self.title}' ({self.number} of {self.count})"
+        return f"{article} {self.what} of variable '{self.title}' ({self.number} of {self.count})"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Request:
         postscale: Factor for the result.
         root: Of a broadcast, as a rank of the job.
         group: What the other operations of a grouped call are; all of them fail together.
-        sources: Variables whose gradients are reduced, if the tensors of the call are gradients of variables.
+        sources: Variables, if the tensors of the call are their gradients or values.
     """
 
     kind: str
@@ -96,9 +98,11 @@ def reduction_request(
 def _sources(one: Request, other: Request) -> str:
     for mine, theirs in zip_longest(one.sources, other.sources):
         if mine != theirs:
+            what = (mine or theirs or Source(1, 1, "", True, "")).what
+            hint = " (zeros, if need be)" if what == "gradient" else " in the same order"
             return (
-                f"Mismatched gradients: One rank has {mine or 'none'}, but another rank has "
-                f"{theirs or 'none'}; give every rank gradients of the same variables (zeros, if need be)"
+                f"Mismatched {what}s: One rank has {mine or 'none'}, but another rank has "
+                f"{theirs or 'none'}; give every rank {what}s of the same variables{hint}"
             )
     return ""
 

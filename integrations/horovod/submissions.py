@@ -17,6 +17,7 @@ __all__ = [
     "barrier",
     "check_reducescatter",
     "check_rows",
+    "check_differentiable",
     "checked_counts",
     "is_power_of_2",
     "join",
@@ -87,6 +88,14 @@ def check_rows(dims: Sequence[int], name: str) -> None:
     """Raises HorovodInternalError where one of the tensors of an allgather has no dimensions."""
     if not all(dims):
         raise HorovodInternalError(f"Rank zero tried to allgather a rank-zero tensor (tensor '{name}').")
+
+
+def check_differentiable(op: str) -> None:
+    """Raise NotImplementedError where the gradient of a reduction depends on which rank had the result."""
+    if op in ("min", "max", "product"):
+        raise NotImplementedError(
+            f"the gradient of an allreduce with op={op}: only hvd.Sum, hvd.Average and hvd.Adasum have one"
+        )
 
 
 def check_reducescatter(op: str, dims: Sequence[int]) -> None:

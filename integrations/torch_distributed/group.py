@@ -25,7 +25,7 @@ from multiring.torch_distributed.arguments import (
 )
 from multiring.torch_distributed.group_base import GroupBase, Outputs
 from multiring.torch_distributed.streams import begin_copy_to_host
-from multiring.torch_distributed.tensors import as_payload, require_count
+from multiring.torch_distributed.tensors import as_payload, is_copied_here, require_count
 from multiring.torch_distributed.work import GroupWork, Part
 
 __all__ = ["ProcessGroup"]
@@ -52,6 +52,9 @@ class ProcessGroup(GroupBase):
     @by_torch_names
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors; small ones travel together."""
+        if len(tensors) > 1 and any(map(is_copied_here, tensors)):
+            works = [self._reduced("allreduce_coalesced", lambda t=t: [t], opts, None) for t in tensors]
+            return self._joined("allreduce_coalesced", works, tensors)
         return self._reduced("allreduce_coalesced", lambda: tensors, opts, None)
 
     def _reduced(self, what: str, tensors: Outputs, opts: Any, timeout: timedelta | None) -> Any:
@@ -100,15 +103,18 @@ class ProcessGroup(GroupBase):
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Several allgathers: `outputs[r][i]` is for tensor i of rank r."""
         what, count = "allgather_coalesced", len(inputs)
+        flat = [out for row in outputs for out in row]
+        if count > 1 and len(flat) == count * len(outputs) and any(map(is_copied_here, [*flat, *inputs])):
+            columns = [[[row[i]] for row in outputs] for i in range(count)]
+            works = [self.allgather_coalesced(columns[i], [inputs[i]], opts) for i in range(count)]
+            return self._joined(what, works, flat)
 
         def start(comm: Communicator, outs: Tensors) -> list[Part]:
             for row in outputs:
                 require_count(row, count, what)
             return [operations.allgather(comm, outs[i::count], inputs[i]) for i in range(count)]
 
-        return self._start(
-            what, lambda: [out for row in outputs for out in row], start, opts, inputs=[inputs]
-        )
+        return self._start(what, lambda: flat, start, opts, inputs=[inputs])
 
     @by_torch_names
     def all_gather_single(self, outputs: Tensor, inputs: Tensor, opts: Any = None) -> Any:
@@ -129,6 +135,11 @@ class ProcessGroup(GroupBase):
         opts: Any,
         *op: Any,
     ) -> Any:
+        if len(outputs) == len(inputs) > 1 and any(map(is_copied_here, [*outputs, *inputs])):
+            pairs = zip(outputs, inputs, strict=True)
+            works = [self._paired(what, operation, [out], [given], opts, *op) for out, given in pairs]
+            return self._joined(what, works, outputs)
+
         def start(comm: Communicator, outs: Tensors) -> list[Part]:
             require_count(inputs, len(outs), what)
             return [operation(comm, *pair, *op) for pair in zip(outs, inputs, strict=True)]

@@ -203,9 +203,12 @@ class GroupBase(dist.ProcessGroup):
             while self._coalesced and self._coalesced[0].is_success():
                 self._coalesced.popleft()
             self._coalesced.append(work)
-        if old_torch.WORK_IS_COLLECTED and len(given) > 1 and what in _WAITED_FOR_BY_OUTPUT:
-            return old_torch.kept_by_torch(work)
-        return work
+        return _handed_out(work, what, given)
+
+    def _joined(self, what: str, works: Iterable[GroupWork], outputs: Tensors) -> Any:
+        """Return the operations of one call as one. They were begun one after the other, because some tensors
+        are copied, and each of them may use what one before it has made."""
+        return _handed_out(GroupWork.joined(self, works, outputs), what, outputs)
 
     def _settle(self, tensors: Tensors) -> None:
         """Wait until tensors hold what operations before this one have made of them, where the core does not
@@ -286,6 +289,13 @@ class GroupBase(dist.ProcessGroup):
     def explained(self, error: MultiringError) -> MultiringError:
         """An error as it leaves the group."""
         return as_torch_error(error, describe_group(self._name, self.comm.rank, self._ranks))
+
+
+def _handed_out(work: GroupWork, what: str, given: Tensors) -> Any:
+    """Return the work as torch gets it from a function of the group."""
+    if old_torch.WORK_IS_COLLECTED and len(given) > 1 and what in _WAITED_FOR_BY_OUTPUT:
+        return old_torch.kept_by_torch(work)
+    return work
 
 
 def _all_tensors(given: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -15,6 +15,7 @@ __all__ = [
     "as_payload",
     "copy_apart",
     "is_copied_at_once",
+    "is_copied_here",
     "joined",
     "name_of_bytes",
     "only_cuda_device",
@@ -117,6 +118,12 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
 def is_copied_at_once(tensor: torch.Tensor) -> bool:
     """Return whether an operation may read a copy of the tensor that was made when it was submitted."""
     return tensor.is_cuda or tensor.layout is not torch.strided or tensor.is_conj()
+
+
+def is_copied_here(tensor: torch.Tensor) -> bool:
+    """Return whether an operation uses a copy of the tensor, because the core cannot use its memory."""
+    is_odd_on_device = tensor.is_cuda and (tensor.is_neg() or not tensor.is_contiguous())
+    return tensor.layout is not torch.strided or tensor.is_conj() or is_odd_on_device
 
 
 def span_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,11 +94,13 @@ class GroupWork(dist.Work):
             group.kept.add(self)
 
     @classmethod
-    def joined(cls, group: GroupBase, works: Iterable[GroupWork]) -> GroupWork:
-        """Several as one, whose outputs are those of the works: it has none itself."""
+    def joined(
+        cls, group: GroupBase, works: Iterable[GroupWork], outputs: Sequence[torch.Tensor] = ()
+    ) -> GroupWork:
+        """Return several works as one, with outputs of its own, if they are given."""
         works = list(works)
         devices = {device for work in works for device in work._devices}
-        return cls(group, [Part(_WorkAsPending(work)) for work in works], [], devices=list(devices))
+        return cls(group, [Part(_WorkAsPending(work)) for work in works], outputs, devices=list(devices))
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Waits until the outputs are there.

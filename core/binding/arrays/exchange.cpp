@@ -43,25 +43,6 @@ const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
   return api != nullptr && api->describe != nullptr ? api : nullptr;
 }
 
-/// Whether the storage of a tensor in host memory has all its elements. Strides are not negative there.
-bool is_stored(PyObject* object, const dlpack::Tensor& tensor) {
-  std::size_t last = 0;  // element
-  for (int dim = 0; dim < tensor.dims; ++dim) {
-    if (tensor.shape[dim] == 0) return true;
-    const std::int64_t stride = tensor.strides == nullptr ? 0 : tensor.strides[dim];
-    last += static_cast<std::size_t>((tensor.shape[dim] - 1) * stride);
-  }
-  if (tensor.strides == nullptr) {
-    last = 1;
-    for (int dim = 0; dim < tensor.dims; ++dim) last *= static_cast<std::size_t>(tensor.shape[dim]);
-    --last;
-  }
-  const auto* const begin = static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
-  const std::optional<Storage> storage = storage_of(object);
-  return tensor.data != nullptr &&
-         (!storage || storage->holds(begin, (last + 1) * (tensor.dtype.bits / 8U) * tensor.dtype.lanes));
-}
-
 /// Describes an array as describe_plainly does, whether or not its storage has all its elements.
 bool describe(const dlpack::ExchangeApi* api, PyObject* object, dlpack::Tensor* tensor) {
   if (requires_gradient(object)) return false;
@@ -106,6 +87,25 @@ const std::byte* data_of(PyObject* object) {
   Py_XDECREF(address);
   PyErr_Clear();
   return static_cast<const std::byte*>(found);
+}
+
+// Strides are not negative there.
+bool is_stored(PyObject* object, const dlpack::Tensor& tensor) {
+  std::size_t last = 0;  // element
+  for (int dim = 0; dim < tensor.dims; ++dim) {
+    if (tensor.shape[dim] == 0) return true;
+    const std::int64_t stride = tensor.strides == nullptr ? 0 : tensor.strides[dim];
+    last += static_cast<std::size_t>((tensor.shape[dim] - 1) * stride);
+  }
+  if (tensor.strides == nullptr) {
+    last = 1;
+    for (int dim = 0; dim < tensor.dims; ++dim) last *= static_cast<std::size_t>(tensor.shape[dim]);
+    --last;
+  }
+  const auto* const begin = static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
+  const std::optional<Storage> storage = storage_of(object);
+  return tensor.data != nullptr &&
+         (!storage || storage->holds(begin, (last + 1) * (tensor.dtype.bits / 8U) * tensor.dtype.lanes));
 }
 
 bool describe_plainly(PyObject* object, dlpack::Tensor* tensor) {

@@ -30,6 +30,9 @@ struct Storage {
 /// The storage of an array by `untyped_storage()`; none where its library has no such thing.
 std::optional<Storage> storage_of(PyObject* object);
 
+/// Whether the storage of a tensor in host memory has all its elements.
+bool is_stored(PyObject* object, const dlpack::Tensor& tensor);
+
 /// The address of a tensor's first element by its own `data_ptr()`; null: it tells none.
 const std::byte* data_of(PyObject* object);
 
@@ -55,7 +58,8 @@ struct DeleteTensor {
 };
 using SharedTensor = std::unique_ptr<dlpack::VersionedTensor, DeleteTensor>;
 
-/// The same, of memory that stays as long as the result, whatever becomes of the array. Null for false.
+/// Describes an array as describe_plainly does, whether or not its storage has all its elements (is_stored).
+/// The memory stays as long as the result, whatever becomes of the array. Null: the array cannot be described.
 SharedTensor share_plainly(PyObject* object);
 
 }  // namespace multiring::binding

@@ -78,7 +78,7 @@ struct PlainArray {
     shared = share_plainly(object);
     if (shared == nullptr || (writable && (shared->flags & dlpack::kReadOnly) != 0)) return false;
     const dlpack::Tensor& tensor = shared->tensor;
-    if (tensor.dims > Descriptor::kMaxDims || !in_c_order(tensor)) return false;
+    if (tensor.dims > Descriptor::kMaxDims || !in_c_order(tensor) || !is_stored(object, tensor)) return false;
     const auto known = dlpack_dtype(tensor.dtype);
     if (!known) return false;
     data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;

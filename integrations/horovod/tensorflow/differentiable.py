@@ -14,7 +14,7 @@ from multiring.horovod.host_calls import Asked
 from multiring.horovod.process_sets import ProcessSet
 from multiring.horovod.reduce_ops import Average, Sum, op_name, resolve_op
 from multiring.horovod.request import Source
-from multiring.horovod.submissions import reduction
+from multiring.horovod.submissions import check_differentiable, reduction
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.errors import raised_as_tensorflow
 from multiring.horovod.tensorflow.graph_calls import begin, call, name_in_graph
@@ -197,6 +197,7 @@ def _with_gradient(
 
 def _allreduce(asked: Asked, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:
     def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
+        check_differentiable(asked.op)
         return _allreduce(asked, gradients, name, process_set)
 
     return _with_gradient(asked, tensors, name, process_set, backward)
@@ -213,7 +214,12 @@ def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
     name = name_in_graph("allreduce of slices", how.name)
     # By the name that a dense tensor would have: a mismatch, and no wait, where another rank's is dense. Rows
     # and their numbers are one operation, of which no half stays in flight after that.
-    gathered = begin(Asked("sparse", sources=how.sources), [slices.values, slices.indices], name, process_set)
+    asked, parts = Asked("sparse", sources=how.sources), [slices.values, slices.indices]
+    if _is_recorded():
+        found = _gather_rows(asked, parts, name, process_set)
+        gathered: Callable[[], list[Tensor]] = lambda: found  # noqa: E731
+    else:
+        gathered = begin(asked, parts, name, process_set)
 
     def wait() -> Any:
         rows, indices = gathered()
@@ -224,15 +230,41 @@ def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
     return wait
 
 
+def _is_recorded() -> bool:
+    """Whether gradients may be asked for: in a graph, and where a tape records."""
+    return not tf.executing_eagerly() or bool(record.could_possibly_record())
+
+
+def _gather_rows(asked: Asked, parts: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    """Gather rows of all ranks, each with its number. Backward: the sum of all ranks' gradients of this
+    rank's rows."""
+    rows = tf.convert_to_tensor(parts[0])
+
+    def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
+        first, own = _place_of_rows([rows], name, process_set)
+        summed = _allreduce(Asked("allreduce", "sum"), gradients[:1], name, process_set)[0]
+        return [summed[first[0] : first[0] + own[0]], None]
+
+    return _with_gradient(asked, [rows, parts[1]], name, process_set, backward)
+
+
+def _place_of_rows(inputs: Tensors, name: str | None, process_set: ProcessSet) -> tuple[Tensor, Tensor]:
+    """Return where the rows of this rank begin in what an allgather of each input gives, and their number.
+    Collective."""
+    own = tf.stack([tf.shape(each)[0] for each in inputs])
+    rows = call(Asked("allgather"), [own[None]], name and f"{name}.rows", process_set)[0]
+    return tf.reduce_sum(rows[: process_set.operations().rank], 0), own
+
+
 def begin_allreduce(tensors: Tensors, how: Reduction) -> Callable[[], list[Tensor]]:
     """Submit an allreduce of one or several tensors, or of one `tf.IndexedSlices`; return a function that
-    waits, and returns the results. Differentiable, but for slices, in a graph and where a tape records."""
+    waits, and returns the results. Differentiable in a graph and where a tape records."""
     if isinstance(tensors[0], tf.IndexedSlices):
         wait = _allreduce_slices(tensors[0], how)
         return lambda: [wait()]
     asked = how.allreduce(is_group=len(tensors) > 1)
     sent, restored = how.compressed(tensors)
-    if not tf.executing_eagerly() or record.could_possibly_record():
+    if _is_recorded():
         results = restored(_allreduce(asked, sent, how.name, how.process_set))
         return lambda: results
     start = begin(asked, sent, how.name, how.process_set)
@@ -244,10 +276,7 @@ def _allgather(asked: Asked, tensors: Tensors, name: str | None, process_set: Pr
 
     def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
         """This rank's rows of the averaged gradients."""
-        operations = process_set.operations()
-        own = tf.stack([tf.shape(each)[0] for each in inputs])
-        rows = call(Asked("allgather"), [own[None]], name and f"{name}.rows", process_set)[0]
-        first = tf.reduce_sum(rows[: operations.rank], 0)
+        first, own = _place_of_rows(inputs, name, process_set)
         average = Asked("allreduce", "average", is_group=asked.is_group)
         reduced = _allreduce(average, gradients, name, process_set)
         return [each[first[k] : first[k] + own[k]] for k, each in enumerate(reduced)]

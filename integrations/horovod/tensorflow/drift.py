@@ -26,13 +26,23 @@ class _Checked:
     It counts the reductions since all ranks joined last: ranks that had less data have missed some before.
     """
 
-    def __init__(self, process_set: ProcessSet) -> None:
+    def __init__(self, process_set: ProcessSet, owner: object) -> None:
         self._process_set = process_set
+        self._owner = None if owner is None else weakref.ref(owner)
         self._check = SetCheck(process_set, "hvd.broadcast_variables")
         self._counted_in: object = None
         self._steps = 0
         self.variables: list[weakref.ref[Any]] = []
         self.numbers: Numbers = dict
+
+    def is_of(self, process_set: ProcessSet, owner: object) -> bool:
+        """Whether this counts the reductions over a process set, by that optimizer."""
+        known = None if self._owner is None else self._owner()
+        return self._process_set is process_set and known is owner and not self.is_over()
+
+    def is_over(self) -> bool:
+        """Whether the optimizer is gone."""
+        return self._owner is not None and self._owner() is None
 
     def run(self) -> None:
         """Count a reduction, and compare if it is time. Collective.
@@ -54,11 +64,15 @@ class _Checked:
 
 
 # By the identity of the first variable, which removes its entry when it goes.
-_checked: dict[int, tuple[weakref.ref[Any], _Checked]] = {}
+_checked: dict[int, tuple[weakref.ref[Any], list[_Checked]]] = {}
 
 
 def after_check(
-    gradients: list[Any], variables: Sequence[Any], process_set: ProcessSet, numbers: Numbers = dict
+    gradients: list[Any],
+    variables: Sequence[Any],
+    process_set: ProcessSet,
+    numbers: Numbers = dict,
+    owner: object = None,
 ) -> list[Any]:
     """Return the reduced gradients, after a comparison of the variables over ranks, if it is time for one.
 
@@ -67,6 +81,7 @@ def after_check(
         variables: What they are the gradients of, without those that each rank keeps to itself.
         process_set: Ranks that have reduced the gradients.
         numbers: Gives hyperparameters by name.
+        owner: The optimizer that reduces, whose steps are counted; None: a tape.
 
     Raises:
         MismatchError: Variables differ; inside of a `tf.function` as a `tf.errors.UnknownError`.
@@ -76,7 +91,7 @@ def after_check(
     in_session = not tf.compat.v1.executing_eagerly_outside_functions()
     if not compared or (process_set.size() or 1) == 1 or in_session:
         return gradients
-    checked = _check_of(compared[0], process_set)
+    checked = _check_of(compared[0], process_set, owner)
     checked.variables, checked.numbers = [weakref.ref(variable) for variable in compared], numbers
     if tf.executing_eagerly():
         checked.run()
@@ -96,13 +111,19 @@ def _held(variable: Any) -> Any:
     return getattr(variable, "_value", variable)
 
 
-def _check_of(variable: Any, process_set: ProcessSet) -> _Checked:
+def _check_of(variable: Any, process_set: ProcessSet, owner: object) -> _Checked:
     key = id(variable)
     found = _checked.get(key)
     if found is None or found[0]() is not variable:
         reference = weakref.ref(variable, lambda _: _checked.pop(key, None))
-        found = _checked[key] = reference, _Checked(process_set)
-    return found[1]
+        found = _checked[key] = reference, []
+    checks = found[1]
+    checks[:] = [each for each in checks if not each.is_over()]
+    known = next((each for each in checks if each.is_of(process_set, owner)), None)
+    if known is None:
+        known = _Checked(process_set, owner)
+        checks.append(known)
+    return known
 
 
 def _running(checked: _Checked) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from multiring.horovod.host_calls import Asked
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.tensorflow.differentiable import as_is
 from multiring.horovod.tensorflow.errors import raised_as_tensorflow
+from multiring.horovod.tensorflow.gradients import source_of
 from multiring.horovod.tensorflow.graph_calls import begin, name_in_graph
 
 __all__ = [
@@ -44,10 +45,11 @@ def broadcast_(
 @as_is
 def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_set: ProcessSet) -> list[Any]:
     name = name_in_graph("broadcast of variables", name)
-    asked = Asked("broadcast", root=root_rank)
-    waits = [
-        begin(asked, [variable], name and f"{name}.{k}", process_set) for k, variable in enumerate(variables)
-    ]
+    waits = []
+    for k, variable in enumerate(variables):
+        sources = (source_of(k, variables, True, "value"),)
+        asked = Asked("broadcast", root=root_rank, sources=sources)
+        waits.append(begin(asked, [variable], name and f"{name}.{k}", process_set))
     assigned = [variable.assign(wait()[0]) for variable, wait in zip(variables, waits, strict=True)]
     is_graph = not tf.executing_eagerly() and not isinstance(
         tf.compat.v1.get_default_graph(), tf.__internal__.FuncGraph
@@ -64,7 +66,7 @@ def broadcast_variables(
     """Gives variables of all ranks the values of rank `root_rank`.
 
     Args:
-        variables: Variables of TensorFlow or Keras, the same ones on all ranks.
+        variables: Variables of TensorFlow or Keras, the same ones in the same order on all ranks.
         root_rank: Rank of the job whose values all ranks get.
         process_set: Ranks that take part.
         inplace: Ignored: the memory of variables is never shared.

@@ -19,7 +19,7 @@ from multiring.horovod.tensorflow.differentiable import Reduction, begin_allredu
 from multiring.horovod.tensorflow.drift import Numbers, after_check
 from multiring.horovod.tensorflow.graph_calls import name_in_graph
 
-__all__ = ["GradientOptions", "LocalVariables", "identity_of"]
+__all__ = ["GradientOptions", "LocalVariables", "identity_of", "source_of"]
 
 
 def identity_of(variable: Any) -> int:
@@ -100,6 +100,7 @@ class GradientOptions:
         variables: Sequence[Any],
         local: LocalVariables | None = None,
         numbers: Numbers = dict,
+        owner: object = None,
     ) -> list[Any]:
         """The gradients reduced over ranks, in the same order; None stays None.
 
@@ -108,6 +109,7 @@ class GradientOptions:
             variables: What they are the gradients of: the same variables in the same order on all ranks.
             local: Those that are not reduced.
             numbers: Gives hyperparameters, by name, which are compared over ranks with the variables.
+            owner: The optimizer, whose steps the comparisons count; None: a tape.
 
         Raises:
             MismatchError: The variables or numbers of the ranks differ.
@@ -127,7 +129,8 @@ class GradientOptions:
             shared = [k for k in range(len(results)) if not is_local[k]]
             self._reduce_all(results, shared, variables)
             if self.op != Adasum:  # variables then differ before their changes are combined
-                results = after_check(results, [variables[k] for k in shared], process_set, numbers)
+                compared = [variables[k] for k in shared]
+                results = after_check(results, compared, process_set, numbers, owner)
         for k in present:
             if is_local[k] and self.scale_local and size > 1:
                 results[k] = _divided(results[k], size)
@@ -147,7 +150,7 @@ class GradientOptions:
                 compression=self.compression,
                 name=f"{title}.{members[0]}",
                 process_set=self.process_set,
-                sources=tuple(_source(k, variables, results[k] is not None) for k in members),
+                sources=tuple(source_of(k, variables, results[k] is not None) for k in members),
             )
             started.append((members, begin_allreduce(tensors, how)))
         failure: Exception | None = None
@@ -193,13 +196,13 @@ class GradientOptions:
         yield from members.values()
 
 
-def _source(k: int, variables: Sequence[Any], is_present: bool) -> Source:
+def source_of(k: int, variables: Sequence[Any], is_present: bool, what: str = "gradient") -> Source:
     """Describe a variable: its name ends alike in all processes, apart from numbers that they count."""
     variable = variables[k]
     is_variable = hasattr(variable, "assign")  # the names of tensors differ by process
     title = str(getattr(variable, "path", None) or variable.name) if is_variable else ""
     kind = re.sub(r"_?\d+|:.*", "", title.rpartition("/")[2])
-    return Source(k + 1, len(variables), kind, is_present, title)
+    return Source(k + 1, len(variables), kind, is_present, title, what)
 
 
 def _after(operations: Sequence[Any], gradient: Any) -> Any:

@@ -84,7 +84,7 @@ class _AdasumDistributed(_Distributed):
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
         is_present = [gradient is not None for gradient, _ in pairs]
-        before = [tf.identity(_value(variable)) for variable in variables]
+        before = [_copy_of(_value(variable)) for variable in variables]
         with tf.control_dependencies([] if tf.executing_eagerly() else before):
             stepped = super().apply_gradients(pairs, global_step)
         with tf.control_dependencies([] if tf.executing_eagerly() else [stepped]):
@@ -99,6 +99,12 @@ class _AdasumDistributed(_Distributed):
             if change is not None
         ]
         return None if tf.executing_eagerly() else tf.group(*assigned, name=name)
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a copy of a variable's value. In a graph of TensorFlow 1 a value may be the variable's memory,
+    which `tf.identity` does not copy."""
+    return tf.identity(value) if tf.executing_eagerly() else tf.raw_ops.DeepCopy(x=value)
 
 
 def _value(variable: Any) -> Any:

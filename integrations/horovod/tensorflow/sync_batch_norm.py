@@ -33,13 +33,14 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         """Mean and variance over all ranks. With a mask, or of tf_keras, of this rank's moments; the ranks
         count by their values."""
         mean, variance = super()._moments(inputs, *args, **options)
-        share = tf.cast(tf.size(inputs) / tf.maximum(tf.size(mean), 1), tf.float32)
+        wide = tf.float64 if mean.dtype == tf.float64 else tf.float32
+        share = tf.cast(tf.size(inputs) / tf.maximum(tf.size(mean), 1), wide)
         mask = args[0] if len(args) == 1 else options.get("mask")
         if mask is not None:
-            share *= tf.reduce_mean(tf.cast(mask, tf.float32))
+            share *= tf.reduce_mean(tf.cast(mask, wide))
         shape = tf.shape(mean)
-        first = tf.cast(tf.reshape(mean, [-1]), tf.float32)
-        second = tf.cast(tf.reshape(variance, [-1]), tf.float32)
+        first = tf.cast(tf.reshape(mean, [-1]), wide)
+        second = tf.cast(tf.reshape(variance, [-1]), wide)
         # The moments of no elements are NaN, which no share of zero takes away.
         first, second = (tf.where(share > 0, each, tf.zeros_like(each)) for each in (first, second))
         sums = self._summed(tf.concat([share[None], share * first], 0))

@@ -61,12 +61,14 @@ def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def settle(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
-    """Wait until tensors that the library is about to copy hold what operations before have made of them."""
-    late.settle(tensors)
+def settle(tensors: Sequence[Tensor], process_set: ProcessSet, *, is_written: bool = False) -> None:
+    """Wait until tensors that the library is about to copy hold what operations before have made of them; with
+    `is_written`, until it may write to them, because operations before have read them."""
+    if not is_written:
+        late.settle(tensors)
     for tensor in tensors:
         for part in parts_of(tensor):
-            process_set.operations().await_queued(part)
+            process_set.operations().await_queued(part, is_written=is_written)
 
 
 def changed(tensor: Tensor) -> Tensor:

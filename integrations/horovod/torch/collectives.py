@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from multiring.horovod.process_sets import ProcessSet, global_process_set
-from multiring.horovod.reduce_ops import Average, Sum, resolve_op
+from multiring.horovod.reduce_ops import Average, Sum, op_name, resolve_op
+from multiring.horovod.submissions import check_differentiable
 from multiring.horovod.torch import moves, reduces
 from multiring.horovod.torch.checks import settle
 from multiring.horovod.torch.compression import Compression, Compressor
@@ -45,6 +46,7 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         op, scale, process_set = ctx.rest
+        check_differentiable(op_name(op))
         inputs = [gradient.contiguous() for gradient in gradients]
         return None, None, None, None, *_Allreduce.apply(None, op, scale, process_set, *inputs)  # type: ignore[no-untyped-call]
 

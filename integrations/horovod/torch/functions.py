@@ -9,6 +9,7 @@ import torch
 
 from multiring.horovod.objects import broadcast_object
 from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.torch.checks import settle
 from multiring.horovod.torch.handles import synchronize
 from multiring.horovod.torch.moves import broadcast_async_
 
@@ -42,6 +43,8 @@ def broadcast_parameters(
     for k, (name, tensor) in enumerate(pairs):  # the position counts what is no tensor on this rank, too
         if not isinstance(tensor, torch.Tensor):
             continue
+        if not tensor.is_contiguous():
+            settle([tensor], process_set)
         whole = tensor.detach().contiguous()
         if whole.data_ptr() != tensor.data_ptr():
             copies.append((tensor, whole))
@@ -49,6 +52,7 @@ def broadcast_parameters(
         handles.append(broadcast_async_(whole, root_rank, title, process_set))
     for handle in handles:
         synchronize(handle)
+    settle([tensor for tensor, _ in copies], process_set, is_written=True)
     with torch.no_grad():
         for tensor, whole in copies:
             tensor.copy_(whole)

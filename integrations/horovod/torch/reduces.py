@@ -69,6 +69,8 @@ def _allreduce(
 
     def finish(results: list[Any]) -> Any:
         if asked[0] == "adasum":
+            if targets is not None:
+                settle(outputs, process_set, is_written=True)
             for result, output in zip(results, outputs, strict=True):
                 rows = result.reshape(operations.size, -1)
                 whole = torch.from_numpy(adasum(rows.double().cpu().numpy()))

@@ -54,3 +54,26 @@ def test_what_the_library_copies_at_the_call(comm: Communicator) -> None:
     reduced = hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16)
     hvd.synchronize(handle)
     assert reduced.tolist() == [4.0] * 4
+
+
+@with_hvd()
+def test_adasum_waits_for_those_that_read(comm: Communicator) -> None:
+    """The ranks submit in other orders, so that the earlier operation of one is the later one of the other."""
+    for number in range(5):
+        start = torch.tensor([1.0, 2.0 + comm.rank, -1.0])
+        combined = hvd.allreduce(start.clone(), op=hvd.Adasum)
+        x, other = start.clone(), start.clone()
+
+        def read(x: torch.Tensor = x, number: int = number) -> int:
+            return hvd.allreduce_async(x, name=f"{number}.read")
+
+        def write(x: torch.Tensor, number: int = number) -> int:
+            return hvd.allreduce_async_(x, name=f"{number}.write", op=hvd.Adasum)
+
+        handles = [read(), write(x)] if comm.rank == 0 else [write(other), read()]
+        for handle in reversed(handles):
+            found = hvd.synchronize(handle)
+            if handle == handles[comm.rank]:
+                assert found.tolist() == [1.0, 2.5, -1.0]
+            else:
+                assert torch.equal(found, combined)

@@ -96,6 +96,36 @@ def test_gradients(comm: Communicator) -> None:
         np.testing.assert_allclose(mine, whole * right, rtol=1e-6, err_msg=str(number))
 
 
+@pytest.mark.parametrize("op", ["Min", "Max", "Product"])
+@with_hvd()
+def test_reductions_without_a_gradient(comm: Communicator, op: str) -> None:
+    x = tf.Variable([1.0 + comm.rank])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(hvd.allreduce(x, op=getattr(hvd, op)))
+    with pytest.raises(NotImplementedError, match=f"op={op.lower()}"):
+        tape.gradient(loss, x)
+
+
+@with_hvd(3)
+def test_gradients_of_gathered_rows(comm: Communicator) -> None:
+    """Each rank's rows have the gradients that all ranks have of them."""
+    weights = tf.constant([[float(k)] for k in range(6)])
+
+    def gradient(op: int) -> Any:
+        values = tf.ones([comm.rank + 1, 2])
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            reduced = hvd.allreduce(tf.IndexedSlices(values, tf.range(comm.rank + 1)), op=op)
+            loss = tf.reduce_sum(reduced.values * weights) * (comm.rank + 1.0)
+        return tape.gradient(loss, values)
+
+    first = sum(range(comm.rank + 1))
+    wanted = np.repeat(weights.numpy()[first : first + comm.rank + 1], 2, axis=1)
+    for way in (gradient, tf.function(gradient)):
+        np.testing.assert_allclose(way(hvd.Sum), wanted * 6, rtol=1e-6)
+        np.testing.assert_allclose(way(hvd.Average), wanted * 2, rtol=1e-6)
+
+
 @with_hvd(3)
 def test_rows_are_gathered(comm: Communicator) -> None:
     @tf.function

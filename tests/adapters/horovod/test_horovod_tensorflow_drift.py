@@ -112,3 +112,51 @@ def test_uneven_data_and_variables_of_one_rank(comm: Communicator, in_function: 
 def test_the_check_is_on_where_nothing_is_said(comm: Communicator) -> None:
     variables = [tf.Variable(tf.fill([3], float(comm.rank))), tf.Variable(0.0)]
     steps(variables, comm.rank, 2, False)
+
+
+@with_hvd()
+def test_a_second_optimizer_is_compared_from_its_first_steps(comm: Communicator) -> None:
+    variable = keras.Variable(np.ones(3), name="kernel")
+    for differs in (False, True):
+        rate = 0.1 * (1 + comm.rank) if differs else 0.1
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate))
+
+        def train(optimizer: Any = optimizer) -> None:
+            for _ in range(20):
+                optimizer.apply_gradients([(tf.ones(3), variable)])
+
+        if not differs:
+            train()
+            continue
+        with pytest.raises(MismatchError, match="learning_rate"):
+            train()
+
+
+@with_hvd(3)
+def test_one_variable_in_two_process_sets(comm: Communicator) -> None:
+    """Each set counts its own reductions, and compares over its own ranks."""
+    pair = hvt.add_process_set([0, 1])
+    variable = tf.Variable(tf.ones(2))
+    for _ in range(9):
+        for process_set in (pair, hvt.global_process_set):
+            with hvt.DistributedGradientTape(tf.GradientTape(), process_set=process_set) as tape:
+                loss = tf.reduce_sum(variable * variable)
+            found = tape.gradient(loss, variable)
+            np.testing.assert_allclose(found, 2 * variable.numpy())
+
+
+@with_hvd()
+def test_several_steps_before_the_broadcast(comm: Communicator) -> None:
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    weights = fit(comm, [broadcast], seed=comm.rank, steps_per_execution=4)
+    assert same_everywhere(comm, [weight.tolist() for weight in weights])
+
+
+@with_hvd()
+def test_variables_in_another_order(comm: Communicator) -> None:
+    first, second = tf.Variable(1.0 + comm.rank, name="a"), tf.Variable(5.0, name="b")
+    given = [first, second] if comm.rank == 0 else [second, first]
+    with pytest.raises(tf.errors.FailedPreconditionError, match=r"value of variable '[ab]:0' \(1 of 2\)"):
+        hvt.broadcast_variables(given, 0)
+    hvt.broadcast_variables([first, second], 0)
+    assert float(first) == 1.0

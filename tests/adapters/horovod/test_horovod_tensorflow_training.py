@@ -140,6 +140,34 @@ def test_optimizers_of_tensorflow_1(comm: Communicator, what: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("by_reference", [False, True])
+@with_hvd()
+def test_adasum_in_sessions(comm: Communicator, by_reference: bool) -> None:
+    """What a step has changed is combined, also where variables are read by reference."""
+    changes = [np.array([1.0, 2.0, 0.0]), np.array([0.0, 1.0, -1.0])]
+    with tf.Graph().as_default(), tf1.Session() as session:
+        weight = tf1.get_variable("weight", initializer=np.ones(3), use_resource=not by_reference)
+        optimizer = hvt.DistributedOptimizer(tf1.train.GradientDescentOptimizer(1.0), op=hvt.Adasum)
+        train = optimizer.apply_gradients([(tf.constant(-changes[comm.rank]), weight)])
+        session.run(tf1.global_variables_initializer())
+        session.run(train)
+        found = session.run(weight)
+    a, b = changes
+    share = [1 - a @ b / (2 * each @ each) for each in (a, b)]
+    np.testing.assert_allclose(found, 1 + share[0] * a + share[1] * b, rtol=1e-9)
+
+
+@with_hvd()
+def test_batch_normalisation_in_float64(comm: Communicator) -> None:
+    whole = np.random.default_rng(1).standard_normal((8, 3)) * 3 + 50
+    layer, alone = (
+        make(dtype="float64") for make in (hvt.SyncBatchNormalization, tf.keras.layers.BatchNormalization)
+    )
+    found = layer(whole[4 * comm.rank : 4 * comm.rank + 4], training=True)
+    expected = alone(whole, training=True)[4 * comm.rank : 4 * comm.rank + 4]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
 @with_hvd()
 def test_batch_normalisation_over_all_ranks(comm: Communicator) -> None:
     whole = tf.random.stateless_normal([8, 3], [1, 2]) * 3 + 100

@@ -299,6 +299,14 @@ def test_process_sets_of_communicators(comm: Communicator) -> None:
 
 
 @with_hvd()
+def test_reductions_without_a_gradient(comm: Communicator) -> None:
+    for op, name in ((hvd.Min, "min"), (hvd.Max, "max"), (hvd.Product, "product")):
+        x = torch.ones(2, requires_grad=True)
+        with pytest.raises(NotImplementedError, match=f"op={name}"):
+            hvd.allreduce(x, op=op).sum().backward()
+
+
+@with_hvd()
 def test_nothing_is_kept_of_operations_that_have_no_name(comm: Communicator) -> None:
     table: Any = hvd.global_process_set.operations()._pending
     for _ in range(3):

@@ -155,6 +155,28 @@ def test_one_tensor_twice_under_the_coalescing_manager(comm: Communicator) -> No
 
 
 @with_world()
+def test_tensors_of_one_call_that_are_copied_keep_the_order(comm: Communicator) -> None:
+    group: Any = dist.group.WORLD
+    sparse = torch.eye(3).to_sparse()
+    group.allreduce_coalesced([sparse, sparse]).wait()
+    assert torch.equal(sparse.to_dense(), 4 * torch.eye(3))
+    x = torch.full((2,), 1 + 1j)
+    work = group.allreduce_coalesced([x, x.conj()])
+    work.wait()
+    assert x.tolist() == [4 + 4j] * 2
+    assert work.result()[0] is x
+    x, y, z = (torch.zeros(count, dtype=torch.complex64) for count in (4, 2, 1))
+    x += torch.tensor([1j, 2j, 3j, 4j])
+    group.reduce_scatter_tensor_coalesced([y, z], [x, y.conj()]).wait()
+    assert y.tolist() == ([2j, 4j] if comm.rank == 0 else [6j, 8j])
+    assert z.tolist() == ([-8j] if comm.rank == 0 else [-12j])
+    rows = [[torch.zeros(2, dtype=torch.complex64) for _ in range(2)] for _ in range(2)]
+    group.allgather_coalesced(rows, [y, rows[0][0].conj()]).wait()
+    assert [row[0].tolist() for row in rows] == [[2j, 4j], [6j, 8j]]
+    assert [row[1].tolist() for row in rows] == [[-2j, -4j]] * 2
+
+
+@with_world()
 def test_results_that_are_copied_later_keep_the_order(comm: Communicator) -> None:
     group: Any = dist.group.WORLD  # torch's own functions refuse conjugated numbers
     sparse = torch.eye(3).to_sparse()

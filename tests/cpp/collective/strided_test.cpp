@@ -53,6 +53,21 @@ Case random_case(std::mt19937& random, std::vector<std::int32_t>& memory) {
   return made;
 }
 
+TEST(StridedView, KnowsElementsThatShareMemory) {
+  StridedView view{.dtype = DType::kInt32, .dims = 2, .shape = {3, 2}, .strides = {0, 4}};
+  EXPECT_TRUE(view.may_overlap_itself());
+  view.strides = {4, -4};
+  EXPECT_TRUE(view.may_overlap_itself());
+  view.strides = {-8, 4};
+  EXPECT_FALSE(view.may_overlap_itself());
+  view.strides = {2, 4};
+  EXPECT_TRUE(view.may_overlap_itself());
+  view.shape = {1, 2};  // one step of any size
+  EXPECT_FALSE(view.may_overlap_itself());
+  view.shape = {0, 2};
+  EXPECT_FALSE(view.may_overlap_itself());
+}
+
 TEST(StridedView, CopiesElementsInCOrder) {
   std::mt19937 random(3);
   for (int repeat = 0; repeat < 500; ++repeat) {
@@ -66,6 +81,7 @@ TEST(StridedView, CopiesElementsInCOrder) {
     ASSERT_EQ(static_cast<std::size_t>(std::ranges::count(memory, -1)), memory.size() - count);
     made.view.copy_to(reinterpret_cast<std::byte*>(read.data()));
     ASSERT_EQ(read, numbers);
+    ASSERT_FALSE(made.view.may_overlap_itself());
     if (count == 0) continue;
     const auto [low, high] = std::ranges::minmax(made.places);
     ASSERT_EQ(made.view.lowest(), reinterpret_cast<std::byte*>(memory.data() + low));

@@ -35,8 +35,9 @@ def test_a_tensor_whose_storage_was_given_back(comm: Communicator, elements: int
         if collective.takes_out:
             with pytest.raises(UsageError, match=text):
                 collective.call(comm, torch.ones(elements), asynchronous=asynchronous, out=without)
-    with pytest.raises(UsageError, match=text):
-        comm.allreduce(without, out=without)
+    for out in (without, torch.ones(elements)):
+        with pytest.raises(UsageError, match=text):
+            comm.allreduce(without, out=out)
     with pytest.raises(UsageError, match=text):
         comm.send(without, (comm.rank + 1) % comm.size)
     with pytest.raises(UsageError, match=text):
@@ -45,6 +46,46 @@ def test_a_tensor_whose_storage_was_given_back(comm: Communicator, elements: int
         comm.named_queue("refusing").allreduce(without, name="x")
     assert not comm.is_broken
     assert comm.allreduce(torch.ones(elements)).sum() == comm.size * elements
+
+
+def test_elements_that_share_memory_cannot_hold_a_result(comm: Communicator) -> None:
+    import torch
+
+    x, wide = np.arange(6.0), np.lib.stride_tricks.as_strided
+    twice = [
+        (x[:4], wide(np.zeros(1), (4,), (0,))),
+        (x, wide(np.zeros(4), (3, 2), (8, 8))),
+        (torch.arange(4.0), torch.zeros(1).expand(4)),
+    ]
+    for given, out in twice:
+        for call in (comm.allreduce, comm.broadcast):
+            with pytest.raises(UsageError, match="elements of out share memory"):
+                call(given, out=out)
+    apart = [np.zeros((3, 4))[::2, ::-1], np.zeros((2, 3, 4)).transpose(1, 0, 2)[:, :, 1:2], np.zeros((3, 0)).T]
+    for each in apart:
+        given = np.arange(float(each.size)).reshape(each.shape)
+        np.testing.assert_array_equal(comm.allreduce(given, out=each), given * comm.size)
+
+
+def test_arrays_that_do_not_change_are_not_written_to(comm: Communicator) -> None:
+    import jax.numpy as jnp
+    import tensorflow as tf
+
+    for x in (jnp.arange(4.0), jnp.ones(3, jnp.bfloat16), tf.constant(1.0), tf.constant([1.0, 2.0])):
+        before = np.array(x, np.float64)
+        calls = {
+            "allreduce": lambda x=x: comm.allreduce(x, out=x),
+            "asynchronous": lambda x=x: comm.allreduce_async(x, out=x),
+            "broadcast": lambda x=x: comm.broadcast(x, out=x),
+            "allgather": lambda x=x: comm.allgather(x, out=x),
+            "queue": lambda x=x: comm.named_queue("immutable").allreduce(x, out=x, name="x"),
+            "recv": lambda x=x: comm.recv(0, out=x),
+        }
+        for name, call in calls.items():
+            with pytest.raises(UsageError, match="do not change"):
+                call()
+            assert np.array_equal(np.array(x, np.float64), before), name
+        np.testing.assert_array_equal(np.array(comm.allreduce(x), np.float64), before * comm.size)
 
 
 def test_a_part_of_a_storage_that_is_left(comm: Communicator) -> None:

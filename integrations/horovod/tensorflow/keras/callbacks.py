@@ -10,7 +10,11 @@ import keras
 import numpy as np
 
 from multiring.horovod import basics
-from multiring.horovod.tensorflow.functions import broadcast_variables, optimizer_variables
+from multiring.horovod.tensorflow.functions import (
+    allgather_object,
+    broadcast_variables,
+    optimizer_variables,
+)
 from multiring.horovod.tensorflow.keras.values import allreduce
 
 __all__ = [
@@ -43,8 +47,8 @@ class Callback(keras.callbacks.Callback):
 
 
 class BroadcastGlobalVariablesCallback(Callback):
-    """Gives all ranks the model and the optimizer of one, after the first batch, which has made the
-    optimizer's variables."""
+    """Gives all ranks the model and the optimizer of one: after the first batch, which has made the
+    optimizer's variables; the weights of a model that is built on all ranks before that as well."""
 
     def __init__(
         self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
@@ -65,12 +69,19 @@ class BroadcastGlobalVariablesCallback(Callback):
         """Leaves a variable to each rank."""
         self._local.append(var)
 
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Broadcasts the weights. With `steps_per_execution` the first batch is several, in which ranks would
+        train different models, and their comparison would tell."""
+        if not self.broadcast_done and all(allgather_object(bool(self.model.built))):
+            self._broadcast(self.model.weights)
+
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """After the first batch."""
-        if self.broadcast_done:
-            return
-        self.broadcast_done = True
-        variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
+        """Broadcasts everything after the first batch."""
+        if not self.broadcast_done:
+            self.broadcast_done = True
+            self._broadcast([*self.model.weights, *optimizer_variables(self.model.optimizer)])
+
+    def _broadcast(self, variables: Iterable[Any]) -> None:
         local = {id(variable) for variable in self._local}
         broadcast_variables([each for each in variables if id(each) not in local], self.root_rank)
 

@@ -64,9 +64,9 @@ class _Distributed:
         given = {identity_of(v): gradient for v, gradient in zip(variables, gradients, strict=True)}
         places = {identity_of(variable): k for k, variable in enumerate(all_variables)}
         if not given.keys() <= places.keys():
-            return options.reduce(gradients, variables, local, _rate_of(self))
+            return options.reduce(gradients, variables, local, _rate_of(self), self)
         everything = [given.get(place) for place in places]
-        reduced = options.reduce(everything, all_variables, local, _rate_of(self))
+        reduced = options.reduce(everything, all_variables, local, _rate_of(self), self)
         return [reduced[places[identity_of(variable)]] for variable in variables]
 
     def _step(
