@@ -200,7 +200,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
         With `steps_per_execution` it is set for several batches at once, as for the first of them.
         """
-        steps = (self.params or {}).get("steps") or 0  # unknown: the batches that this object has seen count
+        steps = (self.params or {}).get("steps") or 0  # unknown: batches that this object has seen count
         before = max(self._done, self._epoch * steps + batch)
         self._first, self._done = before - batch, before + 1
         if before >= self._steps and not self._is_rising:
@@ -211,7 +211,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         _set_learning_rate(self.model, start + (self._peak - start) * part)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Counts batches, of which one call may have had several: Keras counts on past the end of an epoch."""
+        """Counts the batches of a call. Keras counts on past the end of an epoch."""
         steps = (self.params or {}).get("steps") or batch + 1
         self._done = max(self._done, self._first + min(batch + 1, steps))
 

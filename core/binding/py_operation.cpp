@@ -24,7 +24,8 @@ constexpr const char* kContiguousOnly =
 /// What is written to an array whose elements share memory depends on which is written last.
 void require_apart(const ArrayView& out) {
   if (!out.contiguous() && out.strided().may_overlap_itself())
-    throw_usage("elements of out share memory, as those of a broadcast or expanded array do: pass a copy of it");
+    throw_usage(
+        "elements of out share memory, as those of a broadcast or expanded array do: pass a copy of it");
 }
 
 void require_apart(const ArrayView& in, const ArrayView& out) {

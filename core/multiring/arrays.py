@@ -128,8 +128,8 @@ def without_gradient(x: Array) -> Array:
 
 
 def mutable(x: Array) -> Array:
-    """Return `x` itself. Raise UsageError if it is of a library whose arrays do not change (JAX's, and tensors
-    of TensorFlow): other arrays, and what the library keeps, may have the same memory."""
+    """Return `x` itself. Raise UsageError if it is of a library whose arrays do not change (JAX's, tensors of
+    TensorFlow): other arrays, and what the library keeps, may have the same memory."""
     kind = type(x)
     if hasattr(kind, "__add__") and not hasattr(kind, "__iadd__") and hasattr(x, "__dlpack__"):
         raise UsageError(

@@ -15,9 +15,9 @@ from multiring.reductions import ScaleKeywords
 
 __all__ = [
     "barrier",
+    "check_differentiable",
     "check_reducescatter",
     "check_rows",
-    "check_differentiable",
     "checked_counts",
     "is_power_of_2",
     "join",

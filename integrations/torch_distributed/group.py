@@ -53,7 +53,7 @@ class ProcessGroup(GroupBase):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors; small ones travel together."""
         if len(tensors) > 1 and any(map(is_copied_here, tensors)):
-            works = [self._reduced("allreduce_coalesced", lambda t=t: [t], opts, None) for t in tensors]
+            works = [self.allreduce_coalesced([tensor], opts) for tensor in tensors]
             return self._joined("allreduce_coalesced", works, tensors)
         return self._reduced("allreduce_coalesced", lambda: tensors, opts, None)
 

@@ -59,7 +59,8 @@ struct DeleteTensor {
 using SharedTensor = std::unique_ptr<dlpack::VersionedTensor, DeleteTensor>;
 
 /// Describes an array as describe_plainly does, whether or not its storage has all its elements (is_stored).
-/// The memory stays as long as the result, whatever becomes of the array. Null: the array cannot be described.
+/// The memory stays as long as the result, whatever becomes of the array. Null: the array cannot be
+/// described.
 SharedTensor share_plainly(PyObject* object);
 
 }  // namespace multiring::binding

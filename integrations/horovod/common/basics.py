@@ -1,4 +1,4 @@
-"""The functions of `multiring.horovod.basics` as methods of an object, which Horovod's modules call `_basics`."""
+"""The functions of `multiring.horovod.basics` as methods of an object, as Horovod's modules have them."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
 
 
 def settle(tensors: Sequence[Tensor], process_set: ProcessSet, *, is_written: bool = False) -> None:
-    """Wait until tensors that the library is about to copy hold what operations before have made of them; with
-    `is_written`, until it may write to them, because operations before have read them."""
+    """Wait until tensors that the library is about to copy hold what operations before have made of them;
+    with `is_written`, until it may write to them, because operations before have read them."""
     if not is_written:
         late.settle(tensors)
     for tensor in tensors:

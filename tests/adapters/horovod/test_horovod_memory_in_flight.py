@@ -58,7 +58,7 @@ def test_what_the_library_copies_at_the_call(comm: Communicator) -> None:
 
 @with_hvd()
 def test_adasum_waits_for_those_that_read(comm: Communicator) -> None:
-    """The ranks submit in other orders, so that the earlier operation of one is the later one of the other."""
+    """The ranks submit in other orders: the earlier operation of one is the later one of the other."""
     for number in range(5):
         start = torch.tensor([1.0, 2.0 + comm.rank, -1.0])
         combined = hvd.allreduce(start.clone(), op=hvd.Adasum)

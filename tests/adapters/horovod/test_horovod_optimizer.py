@@ -339,7 +339,8 @@ def test_sparse_gradients_come_back_sparse(comm: Communicator, options: Any) -> 
         take_step(alone, torch.stack([(reference(each) ** 2).sum() for each in rows]).mean())
         assert model.weight.grad is not None
         assert model.weight.grad.is_sparse
-        assert model.weight.grad.coalesce().indices().tolist() == [sorted({*rows[0].tolist(), *rows[1].tolist()})]
+        used = sorted({*rows[0].tolist(), *rows[1].tolist()})
+        assert model.weight.grad.coalesce().indices().tolist() == [used]
     torch.testing.assert_close(model.weight, reference.weight, rtol=1e-12, atol=1e-14)
 
 

@@ -234,7 +234,8 @@ import multiring.horovod.torch
 
 assert hvd is other is multiring.horovod.torch is horovod.torch
 assert Compression is hvd.Compression and allreduce is hvd.allreduce
-assert hvd.mpi_ops.Sum == hvd.Sum and Compression.fp16 is FP16Compressor and Compression.none is NoneCompressor
+assert hvd.mpi_ops.Sum == hvd.Sum
+assert Compression.fp16 is FP16Compressor and Compression.none is NoneCompressor
 assert multiring.horovod.torch.__spec__.name == "multiring.horovod.torch"
 assert horovod.__version__ == "0.28.1"
 try:

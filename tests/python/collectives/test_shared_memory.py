@@ -61,8 +61,8 @@ def test_elements_that_share_memory_cannot_hold_a_result(comm: Communicator) -> 
         for call in (comm.allreduce, comm.broadcast):
             with pytest.raises(UsageError, match="elements of out share memory"):
                 call(given, out=out)
-    apart = [np.zeros((3, 4))[::2, ::-1], np.zeros((2, 3, 4)).transpose(1, 0, 2)[:, :, 1:2], np.zeros((3, 0)).T]
-    for each in apart:
+    swapped = np.zeros((2, 3, 4)).transpose(1, 0, 2)
+    for each in (np.zeros((3, 4))[::2, ::-1], swapped[:, :, 1:2], np.zeros((3, 0)).T):
         given = np.arange(float(each.size)).reshape(each.shape)
         np.testing.assert_array_equal(comm.allreduce(given, out=each), given * comm.size)
 
