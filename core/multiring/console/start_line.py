@@ -26,9 +26,17 @@ _log = logging.getLogger("multiring")
 _has_said = False  # one job has one start, however often its ranks join again
 
 # By what the ranks of one host differ from what has started them, for each launcher.
-_RANK_VARIABLES = ("MULTIRING_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_RANK_VARIABLES = (
+    *("MULTIRING_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"),
+    *("JSM_NAMESPACE_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "SLURM_PROCID", "HOROVOD_RANK"),
+)
 # How many processes a launcher that was not recognised has started, or would start.
-_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "MPI_LOCALNRANKS")
+_COUNTS = (
+    *("WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE"),
+    *("HOROVOD_SIZE", "JAX_NUM_PROCESSES", "NUM_PROCESSES", "DMLC_NUM_WORKER"),
+)
+# What only processes of a job have.
+_SIGNS = ("MASTER_ADDR", "PMIX_RANK", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX", "JSM_NAMESPACE_RANK")
 _SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 26)  # bytes of allreduces, up to which an algorithm is told
 
 
@@ -65,7 +73,8 @@ def say_start(comm: Communicator, settings: Settings, *, by_mpi: bool) -> None:
     if comm.size == 1 and launcher == "none" and (sign := looks_distributed(os.environ)):
         _log.warning(
             "this process trains alone, although %s: it was started by no launcher that multiring knows, so "
-            "nothing is reduced over ranks. Start it by `%s`, torchrun, mpirun or srun",
+            "nothing is reduced over ranks. Start it by `%s`, torchrun, mpirun or srun, or set the variables "
+            "that docs/launching.md names",
             *(sign, _two_ranks()),
         )
 
@@ -89,7 +98,19 @@ def looks_distributed(environ: Mapping[str, str]) -> str:
         text = environ.get(name, "")
         if text.isdecimal() and int(text) > 1:
             return f"{name} is {text}"
-    return "MASTER_ADDR is set" if "MASTER_ADDR" in environ else ""
+    places = _lines(environ.get("PBS_NODEFILE", ""))
+    if places > 1:
+        return f"PBS_NODEFILE names {places} places"
+    sign = next((name for name in _SIGNS if name in environ), "")
+    return f"{sign} is set" if sign else ""
+
+
+def _lines(path: str) -> int:
+    """The number of lines of a file; 0: it cannot be read."""
+    try:
+        return len(_read(path).splitlines()) if path else 0
+    except OSError:
+        return 0
 
 
 def _quota() -> float:

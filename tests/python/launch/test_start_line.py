@@ -112,9 +112,16 @@ def test_cores_for_each_rank(
     assert start_line.cores_for_each_rank(ranks) == cores
 
 
-def test_what_looks_distributed() -> None:
+def test_what_looks_distributed(tmp_path: Path) -> None:
     assert start_line.looks_distributed({"SLURM_NTASKS": "8"}) == "SLURM_NTASKS is 8"
     assert start_line.looks_distributed({"MASTER_ADDR": "node0"}) == "MASTER_ADDR is set"
+    for name in ("PMIX_RANK", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX"):
+        assert start_line.looks_distributed({name: "0"}) == f"{name} is set"
+    places = tmp_path / "nodes"
+    for text, found in (("a\n", ""), ("a\nb\n", "PBS_NODEFILE names 2 places")):
+        places.write_text(text)
+        assert start_line.looks_distributed({"PBS_NODEFILE": str(places)}) == found
+    assert start_line.looks_distributed({"PBS_NODEFILE": "/nowhere"}) == ""
     assert start_line.looks_distributed({"WORLD_SIZE": "1", "PMI_SIZE": "x"}) == ""
 
 

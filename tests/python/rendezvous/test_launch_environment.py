@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -46,7 +47,35 @@ SLURM = variables("""
 SLURM_ON_TWO_HOSTS = SLURM | variables("""
     SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=2(x2)
 """)
-FOREIGN = {"torchrun": TORCHRUN, "openmpi": OPENMPI, "mpich": MPICH, "slurm": SLURM}
+MVAPICH = variables("""
+    MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2
+    MPIRUN_ID=4711
+""")
+JSRUN = variables("""
+    JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=2
+    PMIX_RANK=1 PMIX_NAMESPACE=8 LSB_JOBID=5
+""")
+PALS = variables("""
+    PALS_RANKID=1 PALS_LOCAL_RANKID=1 PALS_NODEID=0 PALS_LOCAL_SIZE=2 PALS_APID=ab-12 PMI_RANK=1 PMI_SIZE=2
+""")
+FLUX = variables("""
+    FLUX_TASK_RANK=1 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_SIZE=2 FLUX_JOB_NNODES=1 FLUX_JOB_ID=f2Ab FLUX_URI=local:///x
+""")
+HOROVODRUN = variables("""
+    HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2 HOROVOD_CROSS_RANK=0
+    HOROVOD_CROSS_SIZE=1 HOROVOD_GLOO_RENDEZVOUS_ADDR=10.0.0.1 HOROVOD_GLOO_RENDEZVOUS_PORT=4001
+""")
+FOREIGN = {
+    "torchrun": TORCHRUN,
+    "openmpi": OPENMPI,
+    "mpich": MPICH,
+    "mvapich": MVAPICH,
+    "jsrun": JSRUN,
+    "pals": PALS,
+    "flux": FLUX,
+    "slurm": SLURM,
+    "horovodrun": HOROVODRUN,
+}
 EVERY = {"multiring": MULTIRING, **FOREIGN}
 # What another rank of the job has instead, and what the job is called.
 OTHERS = {
@@ -54,12 +83,22 @@ OTHERS = {
     "openmpi": "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0",
     "mpich": "PMI_RANK=0 MPI_LOCALRANKID=0 PMI_FD=12",
     "slurm": "SLURM_PROCID=0 SLURM_LOCALID=0",
+    "mvapich": "MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_LOCAL_RANK=0",
+    "jsrun": "JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_LOCAL_RANK=0 PMIX_RANK=0",
+    "pals": "PALS_RANKID=0 PALS_LOCAL_RANKID=0 PMI_RANK=0",
+    "flux": "FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0",
+    "horovodrun": "HOROVOD_RANK=0 HOROVOD_LOCAL_RANK=0",
 }
 NAMES = {
     "torchrun": "torchrun none localhost 35957",
     "openmpi": "openmpi prterun-host-4487@1",
     "mpich": "",  # it has none that is the same on all hosts
     "slurm": "slurm 77.0",
+    "mvapich": "",
+    "jsrun": "jsrun 5.8",
+    "pals": "pals ab-12",
+    "flux": "flux f2Ab",
+    "horovodrun": "horovodrun 10.0.0.1:4001",
 }
 
 
@@ -90,7 +129,8 @@ def test_each_launcher_is_recognised(launcher: str) -> None:
 
 def test_the_nearest_launcher_wins() -> None:
     environ: dict[str, str] = {}
-    for launcher in ("slurm", "mpich", "openmpi", "torchrun", "multiring"):
+    order = ("horovodrun", "slurm", "flux", "pals", "jsrun", "mvapich", "mpich", "openmpi", "torchrun")
+    for launcher in (*order, "multiring"):
         environ |= EVERY[launcher]
         assert detect(environ).launcher == launcher
     # Slurm's own process management is not taken for MPICH's.
@@ -118,6 +158,10 @@ def test_all_ranks_of_a_job_meet_in_one_private_directory(launcher: str) -> None
         ("openmpi", "PMIX_SERVER_URI2=prterun-host-4487@0.0;tcp4://127.0.0.1:48630"),
         ("slurm", "SLURM_STEP_ID=1"),
         ("slurm", "SLURM_RESTART_COUNT=1"),
+        ("jsrun", "PMIX_NAMESPACE=9"),
+        ("pals", "PALS_APID=ab-13"),
+        ("flux", "FLUX_JOB_ID=f2Ac"),
+        ("horovodrun", "HOROVOD_GLOO_RENDEZVOUS_PORT=4002"),
     ],
 )
 def test_another_job_meets_elsewhere(launcher: str, other: str) -> None:
@@ -206,6 +250,48 @@ def test_ranks_of_srun_meet_on_the_first_host_by_a_secret_of_the_user(
         assert one.secret != another.secret
         assert one.job_id != another.job_id
     assert one.job_id.startswith("nightly-")
+
+
+def tf_config(kind: str, index: int, **cluster: list[str]) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+def test_chief_and_workers_of_tf_config_are_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cluster = {"chief": ["a:2222"], "worker": ["b:2222", "a:2223"], "ps": ["c:1"]}
+    tasks = [("chief", 0), ("worker", 0), ("worker", 1)]
+    places = [detect(tf_config(*task, **cluster)) for task in tasks]
+    assert [numbers(place) for place in places] == [
+        (0, 3, 0, 2, 0, 2),
+        (1, 3, 0, 1, 1, 2),
+        (2, 3, 1, 2, 0, 2),
+    ]
+    assert {(place.store_url, place.secret) for place in places} == {("tcp://a:2222", places[0].secret)}
+    alone = detect(tf_config("worker", 0, worker=["a:1"]))
+    assert (alone.rank, alone.size) == (0, 1)
+    for environ in (tf_config("evaluator", 0, **cluster), {"TF_CONFIG": "{}"}):
+        assert detect(environ).launcher == "none"
+    for environ, text in (
+        (tf_config("ps", 0, **cluster), "this process is ps 0"),
+        (tf_config("worker", 7, **cluster), "rank 8 of 3"),
+        (tf_config("worker", 0, worker=["a", "b"]), "expected a cluster of addresses"),
+        ({"TF_CONFIG": '{"cluster": 3, "task": 4}'}, "expected a cluster of addresses"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            detect(environ)
+
+
+def test_hosts_of_sagemaker_have_a_rank_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hosts = {"SM_HOSTS": '["algo-2", "algo-1"]', "TRAINING_JOB_NAME": "job-1"}
+    first, second = (detect(hosts | {"SM_CURRENT_HOST": f"algo-{k}"}) for k in (1, 2))
+    assert [numbers(first), numbers(second)] == [(0, 2, 0, 1, 0, 2), (1, 2, 0, 1, 1, 2)]
+    assert re.fullmatch(r"tcp://algo-1:\d{5}", first.store_url)
+    assert (first.store_url, first.secret) == (second.store_url, second.secret)
+    for alone in ({"SM_HOSTS": '["algo-1"]'}, {"SM_HOSTS": "x"}, {}):
+        assert detect(alone | {"SM_CURRENT_HOST": "algo-1"}).launcher == "none"
 
 
 @pytest.fixture
