@@ -45,9 +45,11 @@ def register() -> None:
 
 def _create(given: Any, options: Any) -> Any:
     """Makes a process group; collective over its members, as `init_process_group` and `new_group` are."""
+    from multiring.torch_distributed import functional_outputs
     from multiring.torch_distributed.group import ProcessGroup
     from multiring.torch_distributed.meeting import connect_group
 
+    functional_outputs.install()
     return ProcessGroup(connect_group(given), given)
 
 

@@ -237,7 +237,11 @@ class ProcessGroup(GroupBase):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Ends when all ranks have come."""
         if self._coalesced is not None or getattr(opts, "asyncOp", True):
-            return self._start("barrier", list, lambda comm, _: [Part(comm.barrier_async())], timeout, opts)
+            # What comes before a barrier has ended when it ends, also where nobody waits for it.
+            ended = lambda _: self._late.settle_all()  # noqa: E731
+            return self._start(
+                "barrier", list, lambda comm, _: [Part(comm.barrier_async(), ended)], timeout, opts
+            )
         # The core names who is late if it has the deadline itself.
         self._wait_for_all(seconds_of(timeout, opts))
         return GroupWork(self, [], [])
@@ -251,6 +255,7 @@ class ProcessGroup(GroupBase):
             self.comm.barrier(seconds)
         except MultiringError as error:
             raise self.explained(error) from error
+        self._late.settle_all()
 
     # The names that other versions of torch have: up to 2.12, and of its C++ code.
     _allgather_base = all_gather_single

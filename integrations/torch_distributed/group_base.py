@@ -196,7 +196,7 @@ class GroupBase(dist.ProcessGroup):
             parts[-1] = parts[-1].followed_by(lambda: [out.detach().copy_(copy) for out, copy in copies])
         devices = [] if device is None else [device]
         work = GroupWork(self, parts, given, deadline if timeout is None else timeout, devices)
-        if not is_message and any(part.finish is not None for part in parts):
+        if given and not is_message and any(part.finish is not None for part in parts):
             self._late.add(given, work.wait, lambda: work.has_ended)
         if self._coalesced is not None:
             # Those that have ended are let go of: a block that raises has no end that would do it.

@@ -61,6 +61,16 @@ class LateResults:
             if any(b < end and begin < e for b, e in late.ranges for begin, end in used):
                 late.wait()
 
+    def settle_all(self) -> None:
+        """Wait for all operations.
+
+        Raises:
+            What the wait for one of them raises.
+        """
+        pending, self._pending = self._pending, []
+        for late in pending:
+            late.wait()
+
     def clear(self) -> None:
         """Forget all of them."""
         self._pending.clear()

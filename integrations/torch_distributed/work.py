@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -205,7 +205,7 @@ class GroupWork(dist.Work):
                 self._await(self._caller, limit)
             with self._lock:
                 if not self._ended:
-                    with nullcontext() if self._caller is None else self._caller.copies():
+                    with self._while_copying():
                         for part, result in zip(self._parts, results, strict=True):
                             if part.finish is not None:
                                 part.finish(result)
@@ -221,6 +221,16 @@ class GroupWork(dist.Work):
             self._end(self._group.explained(error))
         except Exception as error:  # what an operation's `finish` raises, such as a failed copy
             self._end(error)
+
+    def _while_copying(self) -> AbstractContextManager[object]:
+        """Return the context in which results are copied into outputs: on the caller's stream, and whatever
+        the mode of this thread is, in inference mode where an output was made in it."""
+        context = ExitStack()
+        if any(output.is_inference() for output in self._outputs):
+            context.enter_context(torch.inference_mode())
+        if self._caller is not None:
+            context.enter_context(self._caller.copies())
+        return context
 
     def _await(self, caller: CallerWork, limit: float | None) -> None:
         """Waits for what the caller's stream had before the operation; the core has where it copied from the

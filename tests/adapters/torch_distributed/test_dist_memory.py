@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -191,6 +192,38 @@ def test_results_that_are_copied_later_keep_the_order(comm: Communicator) -> Non
         work.wait()
     assert torch.equal(sparse.to_dense(), 4 * torch.eye(3))
     assert torch.equal(numbers, torch.full((4,), 2 - 2j))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@with_world()
+def test_a_barrier_ends_what_comes_before_it(comm: Communicator, asynchronous: bool) -> None:
+    group: Any = dist.group.WORLD
+    sparse, numbers = torch.eye(3).to_sparse(), torch.full((2,), 1 + 2j)
+    dist.all_reduce(sparse, async_op=True)
+    group.allreduce([numbers.conj()])
+    rows = [torch.zeros(2, 3)[:, ::2] for _ in range(2)]
+    dist.all_gather(rows, torch.ones(2, 2), async_op=True)
+    work = dist.barrier(async_op=asynchronous)
+    if asynchronous:
+        work.wait()
+    assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
+    assert numbers.tolist() == [2 + 4j] * 2
+    assert [row.tolist() for row in rows] == [[[1.0] * 2] * 2] * 2
+
+
+@with_world()
+def test_futures_of_tensors_that_were_made_in_inference_mode(comm: Communicator) -> None:
+    group: Any = dist.group.WORLD
+    for number in range(5):
+        with torch.inference_mode():
+            sparse, numbers = torch.eye(3).to_sparse(), torch.full((2,), 1 + 2j)
+            if comm.rank == number % 2:
+                time.sleep(0.02)  # the other rank's future is finished by a thread
+            works = [dist.all_reduce(sparse, async_op=True), group.allreduce([numbers.conj()])]
+            for work in works:
+                work.get_future().wait()
+            assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
+            assert numbers.tolist() == [2 + 4j] * 2
 
 
 @with_world()

@@ -192,6 +192,23 @@ def test_functional_collectives(comm: Communicator) -> None:
 
 
 @with_world()
+def test_functional_collectives_into_a_tensor(comm: Communicator) -> None:
+    """As Inductor emits them for FSDP, over our group and over Gloo's."""
+    ops: Any = torch.ops._c10d_functional
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        tensor, name = numbers((4, 2), comm.rank), group.group_name
+        whole = torch.empty(8, 2)
+        found = ops.wait_tensor(ops.all_gather_into_tensor_out(tensor, 2, name, out=whole))
+        assert found.data_ptr() == whole.data_ptr()
+        assert torch.equal(whole, torch.cat([numbers((4, 2), rank) for rank in range(2)]))
+        if group is dist.group.WORLD:  # Gloo's is not there in every release
+            part = torch.empty(2, 2)
+            ops.wait_tensor(ops.reduce_scatter_tensor_out(tensor, "sum", 2, name, out=part))
+            total = numbers((4, 2), 0) + numbers((4, 2), 1)
+            assert torch.equal(part, total.chunk(2)[comm.rank])
+
+
+@with_world()
 def test_tensor_parallel(comm: Communicator) -> None:
     mesh = init_device_mesh("cpu", (2,))
     alone, shared = _model(), _model()
