@@ -41,7 +41,7 @@ def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     tenth of the time of `torch.var_mean` over these axes.
     """
     if count == 0:
-        nothing = torch.zeros(x.shape[1], dtype=torch.float64)
+        nothing = torch.zeros(x.shape[1], dtype=torch.float64, device="cpu")
         return nothing, nothing
     x = x.to(_working_dtype(x))
     axes = _all_but_channels(x)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import torch
+from multiring.arrays import bytes_of
 from multiring.arrays import checksum as bytes_checksum
-from multiring.arrays import require_memory
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 
@@ -25,6 +27,7 @@ __all__ = [
     "has_values",
     "is_reducible",
     "overlaps_itself",
+    "parts_of",
     "specification",
 ]
 
@@ -87,12 +90,30 @@ def as_tensor(data: NDArray[np.uint8], dtype: str) -> torch.Tensor:
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """The values of a tensor, as bytes where NumPy has no such dtype."""
     tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    data = byte_view(tensor)
+    data, dtype = byte_view(tensor), _numpy_dtype(tensor.dtype)
+    return data if dtype is None else data.view(dtype).reshape(tuple(tensor.shape))
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """Return NumPy's dtype of the same elements; None: there is none."""
     try:
-        array: NDArray[Any] = tensor.numpy()
-    except TypeError:  # NumPy has no such dtype
-        return data
-    return array
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    except TypeError:
+        return None
+
+
+def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a tensor is made of, by names: of one of Torch's own the tensor itself, of a
+    derived class, such as that of quantised weights, those that it names (`__tensor_flatten__`).
+
+    A DTensor has a part on each rank, and is yielded as it is.
+    """
+    if not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "device_mesh"):
+        yield name, tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        yield from parts_of(f"{name}.{attribute}", getattr(tensor, attribute))
 
 
 def byte_view(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -101,10 +122,7 @@ def byte_view(tensor: torch.Tensor) -> NDArray[np.uint8]:
     Raises:
         UsageError: It does not hold the elements: its storage was given back, or the tensor has none.
     """
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    require_memory(flat)  # or NumPy would make new memory
-    data: NDArray[np.uint8] = flat.numpy()
-    return data
+    return bytes_of(tensor.detach().reshape(-1).view(torch.uint8))
 
 
 def has_values(tensor: torch.Tensor) -> bool:

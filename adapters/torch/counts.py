@@ -45,7 +45,7 @@ def is_reducible_in_place(gradient: Tensor) -> bool:
 
 def plain_gradients(count: int) -> _core.TensorGradients:
     """As many gradients; those that are alone in their memory are known by the count above."""
-    return _core.TensorGradients(count, _count_storage, torch.zeros(1))
+    return _core.TensorGradients(count, _count_storage, torch.zeros(1, device="cpu"))
 
 
 def is_held_by_graph(tensor: Tensor) -> bool:
@@ -58,4 +58,4 @@ def _storage_users(tensor: Tensor) -> int:
     return 0 if _count_storage is None else _count_storage(tensor.untyped_storage()._cdata)
 
 
-_ALONE = _storage_users(torch.zeros(1)) or -1
+_ALONE = _storage_users(torch.zeros(1, device="cpu")) or -1

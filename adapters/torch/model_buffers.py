@@ -14,7 +14,7 @@ from multiring.errors import MismatchError
 from multiring.gradients.bucketing import first_and_more
 from multiring.gradients.model_check import check_same
 from multiring.torch.buffer_writes import BufferWrites, PendingWrite
-from multiring.torch.buffers import check_writable, has_same_bytes, has_values, is_reducible
+from multiring.torch.buffers import check_writable, has_same_bytes, has_values, is_reducible, parts_of
 from multiring.torch.counts import version
 from multiring.torch.placement import Parameters
 from multiring.torch.state_broadcast import plain_name
@@ -152,8 +152,9 @@ class ModelBuffers:
         found, seen = [], set()
         for name, ref in self._modules:
             part = ref()
-            for key, tensor in () if part is None else part._buffers.items():
-                if part is None or tensor is None or id(tensor) in seen or not has_values(tensor):
+            named = [] if part is None else [pair for pair in part._buffers.items() if pair[1] is not None]
+            for key, tensor in (each for pair in named for each in parts_of(*pair)):
+                if part is None or id(tensor) in seen or not has_values(tensor):
                     continue
                 seen.add(id(tensor))
                 is_statistic = isinstance(part, _NormBase) and key in _STATISTICS
@@ -178,7 +179,7 @@ class ModelBuffers:
             start, nbytes = sizes.get(key, 0), shape.numel() * dtype.itemsize
             sizes[key] = start + -(-nbytes // 16) * 16  # so that each lies where its dtype may lie
             ranges.append((key, start, start + nbytes))
-        self._memory = {key: torch.zeros(size, dtype=torch.uint8) for key, size in sizes.items()}
+        self._memory = {key: torch.zeros(size, dtype=torch.uint8, device="cpu") for key, size in sizes.items()}
         self._views = [
             self._memory[key][start:end].view(dtype).view(shape)
             for (key, start, end), (_, shape, dtype) in zip(ranges, forms, strict=True)

@@ -13,7 +13,7 @@ from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import RoundResult
 from multiring.state.buffer_sync import check_mode
 from multiring.state.check import Description, StateCheck, compare_state
-from multiring.torch.buffers import as_array, has_values
+from multiring.torch.buffers import as_array, has_values, parts_of
 from multiring.torch.copies import is_hooked
 from multiring.torch.hyperparameters import hyperparameters
 from multiring.torch.model_buffers import ModelBuffers
@@ -152,19 +152,20 @@ class ModelState:
         module = None if self._module is None else self._module()
         buffers = self._buffers
         for name, buffer in [] if module is None or buffers is None else module.named_buffers():
-            if buffers is not None and has_values(buffer):
-                yield f"buffer {plain_name(name)}", as_array(buffers.value(buffer))
+            for part_name, part in parts_of(plain_name(name), buffer):
+                if buffers is not None and has_values(part):
+                    yield f"buffer {part_name}", as_array(buffers.value(part))
 
     def _parameters(self) -> Entries:
         """Those with hooks, and what is frozen in the model."""
         hooked = self._gradients.named()
         for name, parameter in hooked.items():
-            yield f"parameter {name}", as_array(parameter)
+            yield from _values_of(name, parameter)
         known = {id(parameter) for parameter in hooked.values()}
         module = None if self._module is None else self._module()
         for name, parameter in [] if module is None else module.named_parameters():
-            if id(parameter) not in known and not parameter.requires_grad and has_values(parameter):
-                yield f"parameter {plain_name(name)}", as_array(parameter)
+            if id(parameter) not in known and not parameter.requires_grad:
+                yield from _values_of(plain_name(name), parameter)
 
     def _find_unhooked(self) -> Iterator[str]:
         """Names of the parameters that are trained and have no hooks."""
@@ -187,3 +188,10 @@ def _own(gradients: ModelGradients) -> Communicator:
     comm = gradients.reducer.comm
     assert comm is not None  # there are several ranks
     return comm
+
+
+def _values_of(name: str, parameter: Tensor) -> Entries:
+    """Yield the values of a parameter, or of the tensors that it is made of."""
+    for part_name, part in parts_of(name, parameter):
+        if has_values(part):
+            yield f"parameter {part_name}", as_array(part)

@@ -78,7 +78,7 @@ class RowExchange:
         )
 
     def _scatter(self, count: int, positions: NDArray[np.intp]) -> torch.Tensor:
-        spread = torch.zeros((count, *self._shape[1:]), dtype=self._dtype)
+        spread = torch.zeros((count, *self._shape[1:]), dtype=self._dtype, device="cpu")
         spread[torch.from_numpy(positions)] = self._values
         return torch.view_as_real(spread) if self._dtype.is_complex else spread
 
@@ -88,7 +88,7 @@ def _rows_and_values(
 ) -> tuple[NDArray[np.int64], torch.Tensor]:
     """This rank's rows, ascending and unique, and their values. Shapes (n,) and (n, *shape[1:])."""
     if gradient is None:
-        return np.empty(0, dtype=np.int64), torch.empty((0, *shape[1:]), dtype=dtype)
+        return np.empty(0, dtype=np.int64), torch.empty((0, *shape[1:]), dtype=dtype, device="cpu")
     if not (gradient.is_sparse and gradient.sparse_dim() == 1):
         gradient = gradient.to_dense().to_sparse(1)
     gradient = gradient.coalesce()

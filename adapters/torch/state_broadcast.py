@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 import multiring
 import torch
 from multiring.derived import resolve
+from multiring.error_text import text_of
 from multiring.reductions import explain_arguments
 from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
-from multiring.torch.buffers import byte_view, check_writable, has_same_bytes, overlaps_itself
+from multiring.torch.buffers import (
+    byte_view,
+    check_writable,
+    has_same_bytes,
+    overlaps_itself,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -41,10 +48,7 @@ def broadcast_parameters(
     with torch.no_grad():
         # CPU tensors without gaps are received where they are; others by way of a copy.
         staged = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-        buffers = [
-            StateBuffer(name, byte_view(tensor), f"{tensor.dtype} {tuple(tensor.shape)}")
-            for name, tensor in staged.items()
-        ]
+        buffers = [_buffer(name, tensor) for name, tensor in staged.items()]
         broadcast_state(comm, buffers, root)
         if comm.size == 1:
             return
@@ -57,6 +61,18 @@ def broadcast_parameters(
                     tensor.detach().copy_(staged[name])
             elif not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)  # autograd did not see the values change
+
+
+def _buffer(name: str, tensor: torch.Tensor) -> StateBuffer:
+    try:
+        return StateBuffer(name, byte_view(tensor), f"{tensor.dtype} {tuple(tensor.shape)}")
+    except multiring.UsageError as error:
+        raise multiring.UsageError(f"'{name}': {error}") from error
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise multiring.UsageError(
+            f"'{name}' is a {type(tensor).__name__}, whose memory is not known here ({text_of(error)}): give "
+            "the other tensors, as pairs of name and tensor"
+        ) from error
 
 
 @explain_arguments
@@ -151,8 +167,11 @@ def plain_name(name: str) -> str:
 
 
 def _named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
+    pairs: Iterable[tuple[str, torch.Tensor]]
     if isinstance(source, torch.nn.Module):
         named = [*source.named_parameters(), *source.named_buffers()]
-        return {plain_name(name): tensor for name, tensor in named}
-    pairs = source.items() if isinstance(source, Mapping) else source
-    return {name: tensor for name, tensor in pairs if isinstance(tensor, torch.Tensor)}
+        pairs = [(plain_name(name), tensor) for name, tensor in named]
+    else:
+        pairs = source.items() if isinstance(source, Mapping) else source
+    tensors = ((name, tensor) for name, tensor in pairs if isinstance(tensor, torch.Tensor))
+    return dict(part for pair in tensors for part in parts_of(*pair))

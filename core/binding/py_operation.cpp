@@ -233,6 +233,16 @@ class FloatModeContext {
   std::optional<StandardFloatMode> mode_;
 };
 
+/// Memory of a tensor for NumPy. The tensor's own function for that would forbid to resize its storage for ever.
+py::array bytes_of(const py::object& array) {
+  auto held = std::make_unique<ArrayView>(array, false);
+  if (!held->contiguous() || held->memory().on_device()) throw_usage(kContiguousOnly);
+  std::byte* const data = held->data();
+  const std::size_t bytes = held->bytes();
+  const py::capsule owner(held.release(), [](void* view) { delete static_cast<ArrayView*>(view); });
+  return py::array(py::dtype::of<std::uint8_t>(), {bytes}, {std::size_t{1}}, data, owner);
+}
+
 /// Addresses, not arrays: to take two tensors by DLPack would cost more than a gradient's other bookkeeping.
 void copy_addresses_streaming(std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
   const GilRelease release;
@@ -259,6 +269,8 @@ void bind_operation(py::module_& module) {
   module.def(
       "require_memory", [](const py::object& array) { const ArrayView view(array, false); }, py::arg("array"),
       "Raises a usage error if the memory of an array does not hold its elements, or it has none.");
+  module.def("bytes_of", &bytes_of, py::arg("array"),
+             "The memory of a contiguous array on the host, shape (nbytes,), which it keeps alive.");
   module.def("copy_streaming", &copy_addresses_streaming, py::arg("to"), py::arg("source"), py::arg("nbytes"),
              "Copies memory, given by addresses, past the caches.");
   add_values(py::enum_<OpKind>(module, "OpKind"), OpKind::kSend, static_cast<int>(OpKind::kCount),

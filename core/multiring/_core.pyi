@@ -49,6 +49,7 @@ __all__: list[str] = [
     "algorithm_table",
     "assumed_memory",
     "before_fork",
+    "bytes_of",
     "check_mode",
     "check_tuning",
     "checksum",
@@ -1090,6 +1091,11 @@ def assumed_memory(
 def before_fork() -> None:
     """
     To be called before each fork.
+    """
+
+def bytes_of(array: typing.Any) -> numpy.ndarray:
+    """
+    The memory of a contiguous array on the host, shape (nbytes,), which it keeps alive.
     """
 
 def check_mode(text: str) -> None:

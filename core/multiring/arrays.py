@@ -18,6 +18,7 @@ __all__ = [
     "address_of",
     "arrived",
     "as_array",
+    "bytes_of",
     "checksum",
     "contiguous",
     "copy_into",
@@ -289,6 +290,15 @@ def require_memory(x: Array) -> None:
     """Raise UsageError if an array has no memory of its own, such as a tensor that stands for others, or if
     its memory does not hold all its elements."""
     _core.require_memory(x)
+
+
+def bytes_of(x: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the memory of a contiguous array on the host as bytes, shape (nbytes,); it is not copied.
+
+    Raises:
+        UsageError: The array has gaps, lies on a device, or its memory does not hold its elements.
+    """
+    return _core.bytes_of(x)
 
 
 def use_of(x: Array, *, is_written: bool = False) -> _core.Operation:

@@ -164,7 +164,7 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         process_set: ProcessSet = ctx.process_set
         operations = process_set.operations()
-        counts = allgather(torch.tensor([ctx.rows]), process_set=process_set)
+        counts = allgather(torch.tensor([ctx.rows], device="cpu"), process_set=process_set)
         mine = []
         for k, gradient in enumerate(gradients):
             reduced = allreduce(gradient.contiguous(), op=Average, process_set=process_set)

@@ -9,7 +9,7 @@ import torch
 from multiring.horovod.state_check import SetCheck
 from multiring.horovod.torch.handles import number_of
 from multiring.horovod.torch.options import OptimizerOptions
-from multiring.torch.buffers import as_array, has_values
+from multiring.torch.buffers import as_array, has_values, parts_of
 from multiring.torch.hyperparameters import hyperparameters
 
 __all__ = ["DriftCheck"]
@@ -46,5 +46,8 @@ class DriftCheck:
 
     def _parameters(self) -> Iterator[tuple[str, object]]:
         for name, parameter in self._named:
-            if parameter.requires_grad and has_values(parameter):
-                yield f"parameter {name}", as_array(parameter)
+            if not parameter.requires_grad:
+                continue
+            for part_name, part in parts_of(name, parameter):
+                if has_values(part):
+                    yield f"parameter {part_name}", as_array(part)

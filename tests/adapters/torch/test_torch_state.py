@@ -130,3 +130,110 @@ def test_objects_and_metrics(comm: Communicator) -> None:
         warnings.simplefilter("error")
         averages = multiring.torch.average_metrics(metrics, comm.rank + 1)
     assert averages == {"loss": 2 / 3, "accuracy": 1.0}
+
+
+class Quantised(torch.Tensor):
+    """Weights of 8 bits with a scale for each row, as libraries for quantised models have them."""
+
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Quantised:
+        kept = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        kept.codes, kept.scale = codes, scale
+        return kept  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        if function is torch.ops.aten.mm.default:
+            return args[0] @ (args[1].codes.float() * args[1].scale)
+        raise NotImplementedError(f"{function} of a Quantised")
+
+
+class Frozen(nn.Module):
+    """A quantised weight and a trained bias."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        codes = torch.randint(-9, 9, (4, 2), generator=torch.Generator().manual_seed(rank), dtype=torch.int8)
+        self.weight = nn.Parameter(Quantised(codes, torch.full((2,), 1.0 + rank)), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.register_buffer("table", Quantised(codes.clone(), torch.full((2,), 5.0 + rank)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self.weight) + self.bias
+
+
+def test_weights_of_a_derived_class_are_those_that_they_are_made_of(comm: Communicator) -> None:
+    model, wanted = Frozen(comm.rank), Frozen(0)
+    multiring.torch.broadcast_parameters(model, 0, comm)
+    for mine, first in ((model.weight, wanted.weight), (model.table, wanted.table)):
+        assert torch.equal(mine.codes, first.codes)
+        assert torch.equal(mine.scale, first.scale)
+    optimizer = multiring.torch.DistributedOptimizer(
+        torch.optim.SGD([model.bias], lr=0.1), model, comm, check_every=1
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        (model(torch.full((3, 4), 1.0)).sum() * (step + comm.rank)).backward()
+        optimizer.step()
+    if comm.rank == 1:
+        model.weight.scale.add_(1.0)
+    refuses(MismatchError, "parameter weight.scale", optimizer.check_state)
+
+
+class Opaque(torch.Tensor):
+    """A tensor of a class that says nothing of its memory."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.Tensor.reshape, torch.Tensor.view):
+            raise NotImplementedError("no views of an Opaque")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_tensor_whose_memory_is_not_known_is_named(comm: Communicator) -> None:
+    tensors = {"plain": torch.ones(2), "odd": torch.ones(2).as_subclass(Opaque)}
+    text = "'odd' is a Opaque, whose memory is not known here .*give the other tensors"
+    refuses(UsageError, text, multiring.torch.broadcast_parameters, tensors, 0, comm)
+
+
+def test_tensors_of_the_program_can_still_be_resized(comm: Communicator) -> None:
+    """NumPy's own view of a tensor forbids that for ever."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    multiring.torch.broadcast_parameters(model, 0, comm)
+    optimizer = multiring.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, comm, check_every=1
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    optimizer.check_state()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        size = tensor.untyped_storage().size()
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(size)
+
+
+def test_another_default_device(comm: Communicator) -> None:
+    """Memory of the library's own is on the host."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Embedding(3, 2, sparse=True))
+    torch.set_default_device("meta")
+    try:
+        multiring.torch.broadcast_parameters(model, 0, comm)
+        optimizer = multiring.torch.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, comm, check_every=1
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model[:2](torch.ones(4, 3, device="cpu")).sum()
+            if comm.rank == 0:
+                loss = loss + model[2](torch.tensor([1], device="cpu")).sum()
+            loss.backward()
+            optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    assert same_everywhere(comm, bits(model.parameters()))
