@@ -179,7 +179,9 @@ class ModelBuffers:
             start, nbytes = sizes.get(key, 0), shape.numel() * dtype.itemsize
             sizes[key] = start + -(-nbytes // 16) * 16  # so that each lies where its dtype may lie
             ranges.append((key, start, start + nbytes))
-        self._memory = {key: torch.zeros(size, dtype=torch.uint8, device="cpu") for key, size in sizes.items()}
+        self._memory = {
+            key: torch.zeros(size, dtype=torch.uint8, device="cpu") for key, size in sizes.items()
+        }
         self._views = [
             self._memory[key][start:end].view(dtype).view(shape)
             for (key, start, end), (_, shape, dtype) in zip(ranges, forms, strict=True)

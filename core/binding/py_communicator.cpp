@@ -242,6 +242,17 @@ void bind_communicator(py::module_& module) {
           },
           py::arg("measured"), Released(),
           "The line of a tuning with the costs that explain (algorithm, bytes, seconds) best.")
+      .def(
+          "lost_rank",
+          [](const Communicator& self) {
+            std::optional<Error> found;
+            {
+              const GilRelease release;
+              found = self.lost_rank();
+            }
+            return found ? exception_of(*found) : py::none();
+          },
+          "An error that names a rank which has died or left, as far as is known; None: there is none.")
       .def("abort", &Communicator::abort, py::arg("message"), Released())
       .def(
           "abandon",

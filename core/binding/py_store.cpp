@@ -3,6 +3,7 @@
 #include <cmath>
 #include <exception>
 #include <functional>
+#include <utility>
 
 #include "base/error.h"
 #include "binding/gil.h"
@@ -13,12 +14,19 @@ namespace multiring::binding {
 
 namespace {
 
-/// The store's errors as the native code knows them; what else it raises (Ctrl-C) stays what it is.
+/// The store's errors as the native code knows them, with what they say and without where they were raised;
+/// what else it raises (Ctrl-C) stays what it is.
 [[noreturn]] void translate(py::error_already_set& error) {
-  if (error.matches(PyExc_TimeoutError)) throw Error(ErrorKind::kTimeout, error.what());
-  if (error.matches(py::module_::import("multiring.errors").attr("PeerLostError")))
-    throw Error(ErrorKind::kPeerLost, error.what());
-  throw error;
+  const bool is_timeout = error.matches(PyExc_TimeoutError);
+  const bool is_lost = error.matches(py::module_::import("multiring.errors").attr("PeerLostError"));
+  if (!is_timeout && !is_lost) throw error;
+  ErrorContext context;
+  context.operation = "init";
+  for (const auto& [name, value] : {std::pair{"rank", &context.rank}, std::pair{"peer", &context.peer}}) {
+    const py::object known = py::getattr(error.value(), name, py::none());
+    if (py::isinstance<py::int_>(known)) *value = known.cast<int>();
+  }
+  throw Error(is_timeout ? ErrorKind::kTimeout : ErrorKind::kPeerLost, py::str(error.value()), context);
 }
 
 /// Calls the store with a function that it calls while it waits. What that throws ends the call, and comes

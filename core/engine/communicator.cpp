@@ -83,6 +83,30 @@ std::string Communicator::end_of(int world_rank) const {
   }
 }
 
+std::optional<Error> Communicator::lost_rank() const {
+  if (closing_.load(std::memory_order_acquire)) return std::nullopt;
+  ErrorContext context;
+  context.rank = rank();
+  context.host = host();
+  try {
+    AbortRecord record;
+    if (transport_->aborted(&record) && record.kind == ErrorKind::kPeerLost && record.about.odd >= 0) {
+      context.peer = record.about.odd;
+      return Error(ErrorKind::kPeerLost, first_sentence(record.message), context);
+    }
+    const WaitResult ended = transport_->find_ended();
+    if (ended.ok()) return std::nullopt;
+    context.peer = ended.peer;
+    return Error(ErrorKind::kPeerLost,
+                 exchange_.name_of(ended.peer) + " on " + transport_->host(ended.peer) + " (process " +
+                     std::to_string(transport_->process_id(ended.peer)) + ") has " +
+                     (ended.peer_left ? "left" : "died, or its host cannot be reached any more"),
+                 context);
+  } catch (const Error&) {
+    return std::nullopt;  // a network that fails tells that itself
+  }
+}
+
 void Communicator::set_tuning(const std::string& tuning) {
   Tuning parsed = Tuning::parse(tuning);
   throw_if_abandoned();

@@ -102,6 +102,9 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// "communicator 'world' has ended: ...", if a world rank is in it, too, and there was an error, or another
   /// rank has died; empty: not known.
   std::string end_of(int world_rank) const;
+  /// Returns an error that names a rank which has died or left, as far as this rank knows without waiting for
+  /// anything. Any thread.
+  std::optional<Error> lost_rank() const;
   /// Whether this rank has both of the same `init`.
   bool is_of_world(const Communicator& other) const { return options_.world == other.options_.world; }
   /// Whether the end of `rank` would be noticed on this host.

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         size,
         world,
     )
+    from multiring.metrics import batch_weights, stop_together
     from multiring.named_queue import NamedQueue
     from multiring.work import Work
 
@@ -56,6 +57,7 @@ __getattr__, __dir__ = _lazy_names(
         "ReducerOptions": ".gradients.options",
         "TopK": ".gradients.compression",
         "Work": ".work",
+        "batch_weights": ".metrics",
         "cross_rank": ".initialization",
         "cross_size": ".initialization",
         "init": ".initialization",
@@ -67,6 +69,7 @@ __getattr__, __dir__ = _lazy_names(
         "run": ".commands.functions.caller",
         "shutdown": ".initialization",
         "size": ".initialization",
+        "stop_together": ".metrics",
         "world": ".initialization",
         # Adapters and integrations that are used without an import of their own.
         "caffe": ".caffe",
@@ -96,6 +99,7 @@ __all__ = [
     "UsageError",
     "Work",
     "__version__",
+    "batch_weights",
     "cross_rank",
     "cross_size",
     "init",
@@ -107,5 +111,6 @@ __all__ = [
     "run",
     "shutdown",
     "size",
+    "stop_together",
     "world",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
@@ -13,7 +13,7 @@ from multiring.communicator import Communicator
 from multiring.derived import resolve
 from multiring.errors import UsageError
 
-__all__ = ["average_metrics", "batch_weight"]
+__all__ = ["average_metrics", "batch_weight", "batch_weights", "stop_together"]
 
 
 @runtime_checkable
@@ -74,6 +74,44 @@ def batch_weight(count: float, comm: Communicator | None = None) -> float:
     total = np.array([count], dtype=np.float64)
     comm.allreduce(total, op="sum", out=total, name="batch_weight")
     return float(count * comm.size / total[0]) if total[0] > 0 else 0.0
+
+
+def batch_weights(counts: Sequence[float], comm: Communicator | None = None) -> list[float]:
+    """What to multiply the mean losses of the batches of one step with, whose gradients are added up before
+    they are averaged over ranks, so that the result is the mean over all samples, or tokens, of all of them.
+    Collective.
+
+    Args:
+        counts: Number of samples (or tokens that count) of each batch of this rank. Ranks may have different
+            numbers of batches.
+        comm: Ranks that train together; the world by default.
+
+    Returns:
+        For each batch count * size / (sum of all counts of all ranks); 0 where no rank has a sample.
+
+    Raises:
+        UsageError: A count is negative or not finite.
+    """
+    comm = resolve(comm)
+    for count in counts:
+        _check_count(comm, count)
+    total = np.array([sum(counts)], dtype=np.float64)
+    comm.allreduce(total, op="sum", out=total, name="batch_weights")
+    return [float(count * comm.size / total[0]) if total[0] > 0 else 0.0 for count in counts]
+
+
+def stop_together(flag: object, comm: Communicator | None = None) -> bool:
+    """Return whether any rank wants to stop: all then stop after the same step. Collective.
+
+    For what one rank may decide alone: early stopping by its own metric, a signal that it will be ended, or
+    the end of its data. Call it once a step, or once in every so many steps, on all ranks.
+
+    Args:
+        flag: Whether this rank wants to stop.
+        comm: Ranks that train together; the world by default.
+    """
+    comm = resolve(comm)
+    return bool(comm.allreduce(np.array(bool(flag)), op="max", name="stop_together"))
 
 
 def _check_count(comm: Communicator, count: float) -> None:

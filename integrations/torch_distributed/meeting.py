@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from torch.distributed import distributed_c10d
+
 from multiring import config, errors
 from multiring.communicator import Communicator
 from multiring.console.start_line import say_start
@@ -31,6 +33,10 @@ __all__ = ["GroupStore", "TorchStore", "connect_group"]
 # A look at torch's store costs its host little, but thousands of ranks may look.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _OWN_SECRET = b"own"
+_ONE_GROUP_A_CALL = (
+    "all ranks have to call new_group() with the same ranks, in the same order; pass "
+    "use_local_synchronization=True to make groups of different ranks in one place"
+)
 
 
 class TorchStore(Protocol):
@@ -49,11 +55,13 @@ class GroupStore(Store):
     Args:
         store: It.
         prefix: How the keys begin there.
+        watch: Called while a key is awaited; raises what ends the wait.
     """
 
-    def __init__(self, store: TorchStore, prefix: str = "") -> None:
+    def __init__(self, store: TorchStore, prefix: str = "", watch: Interrupt | None = None) -> None:
         self._store = store
         self._prefix = prefix
+        self._watch = watch
 
     def __str__(self) -> str:
         return f"store of the process group, a torch {type(self._store).__name__}"
@@ -75,8 +83,9 @@ class GroupStore(Store):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise no_such_key(key, str(self), timeout)
-                if interrupt is not None:
-                    interrupt()
+                for call in (interrupt, self._watch):
+                    if call is not None:
+                        call()
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
             return bytes(self._store.get(key))
@@ -116,10 +125,11 @@ def connect_group(given: Any) -> Communicator:
     configure_log(settings.log_level)
     if is_world:
         install_hook(settings.traceback)
-    store, prefix = _meet(given.store, rank, size, settings)
+    watch = None if is_world else _member_watch(given)
+    store, prefix = _meet(given, settings, watch)
     try:
         secret = _agree_on_secret(store, prefix, rank, settings)
-        members = GroupStore(given.store, prefix)
+        members = GroupStore(given.store, prefix, watch)
         core = connect_members(members, rank, size, settings, job=f"torch {given.group_id}", secret=secret)
     except MultiringError as error:
         error.args = (f"process group {given.group_id!r}: {error}",)
@@ -135,24 +145,48 @@ def connect_group(given: Any) -> Communicator:
     return joined
 
 
-def _meet(store: TorchStore, rank: int, size: int, settings: Settings) -> tuple[Store, str]:
+def _meet(given: Any, settings: Settings, watch: Interrupt | None) -> tuple[Store, str]:
     """The store, and how keys begin that belong to this meeting: torch's outlives process groups, and later
     ones have the same names."""
+    rank, size = given.group_rank, given.group_size
     if size == 1:
-        return GroupStore(store), ""
+        return GroupStore(given.store), ""
     call = "torch.distributed.init_process_group() or new_group()"
+    members = ", ".join(map(str, given.global_ranks_in_group))
     return meet(
-        rank, size, "multiring/", settings.timeout, _opener(store), call, warn_after=settings.stall_warning
+        *(rank, size, "multiring/", settings.timeout, _opener(given.store, watch), call),
+        job=f"the group of ranks {members}" if members else "",
+        warn_after=settings.stall_warning,
+        advice=_ONE_GROUP_A_CALL,
     )
 
 
-def _opener(store: TorchStore) -> Callable[[float], Store]:
+def _member_watch(given: Any) -> Interrupt | None:
+    """Return what raises PeerLostError if a member of the new group is known to have ended, by the default
+    group; None: that is another backend's."""
+    comm = getattr(distributed_c10d.GroupMember.WORLD, "comm", None)
+    if not isinstance(comm, Communicator):
+        return None
+    members = set(given.global_ranks_in_group)
+
+    def watch() -> None:
+        lost = comm._core.lost_rank()
+        if lost is not None and lost.peer in members:
+            lost.args = (f"process group {given.group_id!r} cannot be made: {lost}",)
+            raise lost
+
+    return watch
+
+
+def _opener(store: TorchStore, watch: Interrupt | None) -> Callable[[float], Store]:
     opened: list[GroupStore] = []
 
     def reopen(_: float) -> Store:
         if opened:  # torch has opened it, and it is gone
+            if watch is not None:
+                watch()
             raise PeerLostError(f"the {opened[0]} is gone: look at the output of rank 0, or of torchrun")
-        opened.append(GroupStore(store))
+        opened.append(GroupStore(store, watch=watch))
         return opened[0]
 
     return reopen

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from multiring import _core
+from multiring import _core, errors
 from multiring.errors import MultiringError, UsageError
 from multiring.log import is_of_program
 from multiring.rendezvous import launch_environment, offered_store
@@ -216,7 +216,7 @@ def _hosts_of_ranks(placement: Placement, store: Store) -> list[str]:
     """What the launcher calls the host of each rank; empty: it has not said."""
     if placement.launcher != "multiring" or placement.cross_size == 1:
         return []
-    with suppress(MultiringError):  # no key, as under a launcher of another version
+    with suppress(errors.TimeoutError):  # no key, as under a launcher of another version
         return store.get(HOSTS_KEY, 0.0).decode().split("\n")
     return []
 

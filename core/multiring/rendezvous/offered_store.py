@@ -42,6 +42,9 @@ _OTHER_SECONDS = 3.0
 _MAX_ADDRESSES = 16
 
 
+_ADVICE = "both were told the same MULTIRING_STORE and MULTIRING_SECRET; give each job a store and a secret of its own"
+
+
 def offer_store(interfaces: Sequence[str], secret: bytes | None = None) -> dict[str, Any]:
     """What rank 0 tells the others of a new job, whose store it serves from now on as long as it lives.
 
@@ -92,6 +95,7 @@ def meet(
     call: str = "multiring.init()",
     job: str = "",
     warn_after: float = 0.0,
+    advice: str = _ADVICE,
 ) -> tuple[Store, str]:
     """Brings the ranks together that have been told the same store. Collective.
 
@@ -103,7 +107,8 @@ def meet(
         reopen: Opens the store within so many seconds, once more if it was that of ranks that have left.
         call: What the ranks call to meet, for messages.
         job: What the launcher calls the job of these ranks; empty: not known.
-        warn_after: Seconds after which rank 0 says in the log who is missing; 0: it does not.
+        warn_after: Seconds after which a rank says in the log who is missing; 0: it does not.
+        advice: What to do where another job meets there.
 
     Returns:
         The store, and how keys begin that nobody has used before.
@@ -117,8 +122,9 @@ def meet(
         while True:
             store = stack.enter_context(reopen(max(0.1, deadline - time.monotonic())))
             try:
-                meeting = _Meeting(store, prefix, rank, size, job)
-                name = meeting.lead(deadline, call, warn_after) if rank == 0 else meeting.join(deadline, call)
+                meeting = _Meeting(store, prefix, rank, size, job, advice)
+                take_part = meeting.lead if rank == 0 else meeting.join
+                name = take_part(deadline, call, warn_after)
                 stack.pop_all()
                 return store, f"{prefix}{name}/"
             except PeerLostError:  # it was that of ranks that have left
@@ -135,9 +141,9 @@ class _Meeting:
     the job of ranks whose own meeting was under way when this one was called.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, size: int, job: str) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, size: int, job: str, advice: str) -> None:
         self._store, self._prefix = store, prefix
-        self._rank, self._size, self._job = rank, size, job
+        self._rank, self._size, self._job, self._advice = rank, size, job, advice
         self._name = ""  # of the meeting that this rank takes part in
 
     def lead(self, deadline: float, call: str, warn_after: float) -> str:
@@ -164,10 +170,17 @@ class _Meeting:
         self._store.set(f"{self._prefix}{name}/confirmed", numbers.encode())
         return name
 
-    def join(self, deadline: float, call: str) -> str:
+    def join(self, deadline: float, call: str, warn_after: float) -> str:
         """The others' part: signs in wherever rank 0 calls, until it confirms this rank's number."""
-        number = secrets.token_hex(8)
+        number, began = secrets.token_hex(8), time.monotonic()
+        is_told = not warn_after
         while (left := deadline - time.monotonic()) > 0:
+            if not is_told and (waited := time.monotonic() - began) > warn_after:
+                is_told = True
+                _log.warning(
+                    f"rank {self._rank} of {self._size} has waited {waited:.1f} s in {call} at the "
+                    f"{self._store} for rank 0, or for ranks that it waits for{HOW_TO_SILENCE}"
+                )
             if (name := self._called(min(_LOOK_SECONDS, left))) is None:
                 continue
             if name != self._name:
@@ -229,8 +242,7 @@ class _Meeting:
     def _clash(self, other: str) -> UsageError:
         return UsageError(
             f"rank {self._rank} of {self._size} of job '{self._job}' has met job '{other}' at the "
-            f"{self._store}: both were told the same MULTIRING_STORE and MULTIRING_SECRET; give each job a "
-            "store and a secret of its own",
+            f"{self._store}: {self._advice}",
             rank=self._rank,
         )
 

@@ -366,7 +366,7 @@ class TcpStore(Store):
             connection.close()
             raise PeerLostError(
                 f"the {self} is gone ({error or 'it hung up'}): the process that serves it, rank 0 or "
-                "the launcher, has ended; look at its output"
+                "the launcher, has ended, or the network to it is cut; look at its output"
             ) from error
         except BaseException:
             connection.close()  # the reply to this request would be taken for the next one's

@@ -154,6 +154,15 @@ SocketMesh::SocketMesh(Store& store, const Options& options, const WaitOptions& 
   cores_ = std::min(std::max(1, CPU_COUNT(&cpus_)), cores_);
 }
 
+ErrorContext SocketMesh::context_of_init(int peer) const {
+  ErrorContext context;
+  context.rank = options_.rank;
+  context.peer = peer;
+  context.host = host_name();
+  context.operation = "init";
+  return context;
+}
+
 void SocketMesh::connect_all(Store& store, const WaitOptions& waiting) {
   const SocketPath path(options_.socket_directory, options_.rank);
   const UniqueFd listener = listen_at(path.path(), options_.size);
@@ -166,9 +175,10 @@ void SocketMesh::connect_all(Store& store, const WaitOptions& waiting) {
     UniqueFd& socket = connected[static_cast<std::size_t>(peer)];
     await_readable(socket, waiting);
     if (receive_hello(std::move(socket), false) != peer)
-      throw Error(ErrorKind::kPeerLost, "rank " + std::to_string(peer) + " closed its connection to rank " +
-                                            std::to_string(options_.rank) +
-                                            " in init: it has failed, look at its output");
+      throw Error(ErrorKind::kPeerLost,
+                  "rank " + std::to_string(peer) + " closed its connection to rank " +
+                      std::to_string(options_.rank) + " in init: it has failed, look at its output",
+                  context_of_init(peer));
   }
   accept_from_higher(listener, waiting);
 }
@@ -220,9 +230,10 @@ UniqueFd SocketMesh::connect_to(int peer, const std::string& path) const {
   UniqueFd socket = new_socket();
   const SocketName name = name_of(path);
   if (::connect(socket.get(), name.get(), name.length) != 0)
-    throw Error(ErrorKind::kPeerLost, "rank " + std::to_string(options_.rank) + " cannot connect to rank " +
-                                          std::to_string(peer) + " at " + path + ": " + std::strerror(errno) +
-                                          ". Has it failed? Look at its output.");
+    throw Error(ErrorKind::kPeerLost,
+                "rank " + std::to_string(options_.rank) + " cannot connect to rank " + std::to_string(peer) +
+                    " at " + path + ": " + std::strerror(errno) + ". Has it failed? Look at its output.",
+                context_of_init(peer));
   const Hello hello = my_hello();
   if (::send(socket.get(), &hello, sizeof hello, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
     throw_errno("send");

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "base/unique_fd.h"
 #include "transport/store.h"
 #include "transport/waiting.h"
@@ -51,6 +52,8 @@ class SocketMesh {
   struct Hello;
 
   Hello my_hello() const;
+  /// Of an error in init that concerns a peer.
+  ErrorContext context_of_init(int peer) const;
   void connect_all(Store& store, const WaitOptions& waiting);
   std::string look_up(Store& store, int peer, const WaitOptions& waiting) const;
   UniqueFd connect_to(int peer, const std::string& path) const;

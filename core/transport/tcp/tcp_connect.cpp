@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <set>
+#include <thread>
 
 #include "base/host_identity.h"
 #include "base/protocol.h"
@@ -16,6 +18,7 @@ namespace {
 
 constexpr int kMaxStripes = 64;
 constexpr double kLookupTimeSlice = 0.2;
+constexpr std::chrono::milliseconds kBetweenLooks(50);
 constexpr double kHostNameSeconds = 1.0;       // a message need not name a host
 constexpr double kLongestSeconds = 24 * 3600;  // a day, which the kernel's timers can represent
 
@@ -41,20 +44,31 @@ void validate(const TcpOptions& options) {
                                        std::to_string(options.heartbeat) + " s");
 }
 
-std::vector<InterfaceAddress> own_addresses(const TcpOptions& options) {
-  try {
-    return choose_addresses(interface_addresses(), options.interfaces, options.local);
-  } catch (const Error& error) {
-    if (!options.connected_before) throw;
-    const auto own = static_cast<std::size_t>(options.rank);
-    const int rank = own < options.world.size() ? options.world[own] : options.rank;
-    ErrorContext context;
-    context.rank = options.rank;
-    context.host = host_name();
-    throw Error(ErrorKind::kPeerLost,
-                "rank " + std::to_string(rank) + " on " + context.host +
-                    " lost the ranks of all other hosts: its network is gone, " + error.what(),
-                context);
+[[noreturn]] void throw_no_network(const TcpOptions& options, const Error& error) {
+  const auto own = static_cast<std::size_t>(options.rank);
+  const int rank = own < options.world.size() ? options.world[own] : options.rank;
+  ErrorContext context;
+  context.rank = options.rank;
+  context.host = host_name();
+  throw Error(ErrorKind::kPeerLost,
+              "rank " + std::to_string(rank) + " on " + context.host +
+                  " lost the ranks of all other hosts: its network is gone, " + error.what(),
+              context);
+}
+
+/// A link that flaps is down for a moment: a rank that was connected before waits for it as long as its
+/// connections would.
+std::vector<InterfaceAddress> own_addresses(const TcpOptions& options, const WaitOptions& waiting) {
+  const Deadline flap = Deadline::after(options.heartbeat);
+  for (;;) {
+    try {
+      return choose_addresses(interface_addresses(), options.interfaces, options.local);
+    } catch (const Error& error) {
+      if (!options.connected_before) throw;
+      if (flap.expired() || waiting.deadline.expired()) throw_no_network(options, error);
+    }
+    waiting.check_interrupt();
+    std::this_thread::sleep_for(kBetweenLooks);
   }
 }
 
@@ -70,7 +84,7 @@ TcpNetwork::TcpNetwork(Store* store, const TcpOptions& options, const WaitOption
     : store_(store),
       options_((validate(options), options)),
       settings_(settings_of(options)),
-      own_{host_name(), ::getpid(), own_addresses(options)},
+      own_{host_name(), ::getpid(), own_addresses(options, waiting)},
       poller_(descriptors_),
       acceptor_(descriptors_, poller_, options_, *this),
       peers_(static_cast<std::size_t>(options.size)) {

@@ -61,7 +61,9 @@ std::optional<Error> TcpNetwork::find_error(std::span<const Link> links, bool of
         });
     if (!connecting || other.dead)
       return error_between(ErrorKind::kPeerLost, rank_pair(link.peer, waited), "lost its connection to",
-                           other.left ? ", which has left" : ": it has ended, look at its output");
+                           other.left ? ", which has left"
+                                      : ": it has ended, or the network between them is cut. Look at its "
+                                        "output");
   }
   return std::nullopt;
 }

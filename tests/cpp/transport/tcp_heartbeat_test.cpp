@@ -70,6 +70,34 @@ TEST(TcpHeartbeat, FindsAHostThatVanished) {
   });
 }
 
+// A group that is made while a link flaps.
+TEST(TcpHeartbeat, ANetworkThatIsMadeWaitsForALinkThatFlaps) {
+  in_own_network([] {
+    InprocStore store;
+    TcpOptions options = tcp_options(0, 2);
+    options.connected_before = true;
+    options.heartbeat = 60.0;
+    ASSERT_TRUE(set_loopback(false));
+    std::thread repair([] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      EXPECT_TRUE(set_loopback(true));
+    });
+    const Stopwatch watch;
+    {
+      const TcpNetwork network(store, options);
+    }
+    EXPECT_GT(watch.seconds(), 0.2);
+    repair.join();
+    options.heartbeat = 1.0;
+    options.job = "later";
+    ASSERT_TRUE(set_loopback(false));
+    const auto make = [&] { const TcpNetwork network(store, options); };
+    error_of(ErrorKind::kPeerLost, make, "its network is gone");
+    options.connected_before = false;  // an interface that is not there is the program's mistake
+    expect_usage(make, "no interface of this host is left");
+  });
+}
+
 // What one network of a process has found, the others need not wait for.
 TEST(TcpHeartbeat, WhatOneNetworkFindsAllKnow) {
   constexpr double kSoon = 1.0, kLate = 600.0;

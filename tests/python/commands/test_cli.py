@@ -152,7 +152,7 @@ def test_each_shell_has_a_script_with_all_commands(shell: str, capsys: pytest.Ca
 
 def test_the_installed_command_is_this_one() -> None:
     (entry,) = importlib.metadata.entry_points(group="console_scripts", name="multiring")
-    assert entry.value == "multiring.cli:main"
+    assert entry.value == "multiring.__main__:main"
 
 
 def train_that(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, at_import: bool = False) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import multiring
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.metrics import batch_weight
@@ -139,6 +140,27 @@ def test_weighted_losses_average_to_the_mean_over_samples(comm: Communicator, co
     for wrong in (-1, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="count is"):
             batch_weight(wrong, comm)
+
+
+@pytest.mark.parametrize("comm", [1, 3], indirect=True)
+def test_losses_of_several_batches_average_to_the_mean_over_samples(comm: Communicator) -> None:
+    counts = [[3, 0, 4], [], [1]][: comm.size]
+    mine = [np.arange(10.0 * comm.rank, 10.0 * comm.rank + count) for count in counts[comm.rank]]
+    weights = multiring.batch_weights(counts[comm.rank], comm)
+    own = sum(part.mean() * weight for part, weight in zip(mine, weights, strict=True) if part.size)
+    samples = [10.0 * rank + k for rank, parts in enumerate(counts) for count in parts for k in range(count)]
+    assert comm.allreduce(np.array(own), op="average") == pytest.approx(np.mean(samples))
+    assert multiring.batch_weights([0.0], comm) == [0.0]
+    with pytest.raises(UsageError, match="count is -1"):
+        multiring.batch_weights([2, -1], comm)
+
+
+@pytest.mark.parametrize("comm", [1, 3], indirect=True)
+def test_ranks_stop_together(comm: Communicator) -> None:
+    for step in range(5):
+        if multiring.stop_together(step == 2 + (comm.rank + 1) % comm.size, comm):
+            break
+    assert step == 2
 
 
 def test_the_order_of_a_set_does_not_count() -> None:
