@@ -42,7 +42,10 @@ _OTHER_SECONDS = 3.0
 _MAX_ADDRESSES = 16
 
 
-_ADVICE = "both were told the same MULTIRING_STORE and MULTIRING_SECRET; give each job a store and a secret of its own"
+_ADVICE = (
+    "both were told the same MULTIRING_STORE and MULTIRING_SECRET; give each job a store and a secret of "
+    "its own"
+)
 
 
 def offer_store(interfaces: Sequence[str], secret: bytes | None = None) -> dict[str, Any]:
