@@ -13,6 +13,7 @@ from multiring.gradients.model_check import check_same
 from multiring.gradients.options import BucketKeywords
 from multiring.jax.arguments import resolve
 from multiring.jax.gradient_functions import gradient_options, reduce_gradients, reduce_partial
+from multiring.jax.line_search import over_ranks
 from multiring.jax.state_check import check_leaves
 from multiring.jax.trees import named_leaves
 from multiring.reductions import explain_arguments
@@ -78,7 +79,8 @@ def distribute(
         An `optax.GradientTransformationExtraArgs`. Its `update` also takes `active`, a boolean: a rank
         without data passes False and any gradients; see `average_partial_gradients`. All ranks pass it,
         or none. Of the k gradients of a rank those count that came with True, and the rank counts as active
-        if there is one.
+        if there is one. What it is told of the loss (`value`, `grad`, `value_fn`, for optax.lbfgs and line
+        searches) is reduced as the gradients are.
 
     Raises:
         UsageError: An option is out of range.
@@ -116,6 +118,7 @@ def distribute(
             matched = {"ordered": reduction.ordered, "site": reduction.site, "counter": counter}
             check_leaves(group, training, reduction.check_every, name=f"{reduction.name}: state", **matched)
             reduced = reduce_gradients(group, updates, reduction)
+            extra = over_ranks(group, extra, reduction)
         else:
             reduced, _ = reduce_partial(
                 group, updates, updates if params is None else params, active, reduction, training
@@ -126,6 +129,11 @@ def distribute(
     def update(
         updates: Any, state: Any, params: Any = None, *, active: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
+        if {"value", "value_fn"} & extra.keys() and (every_k > 1 or active is not None):
+            raise UsageError(
+                "value= or value_fn= in an update with every_k > 1 or active=: there is no loss that the "
+                "reduced gradients belong to; leave those out, or give the optimizer no value"
+            )
         if every_k == 1:
             return apply(updates, state, params, active, extra)
         counts = jnp.asarray(active is None or active, bool)

@@ -15,6 +15,7 @@ import pytest
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.benchmarks.gradients.frameworks.jax import make_reduction
+from multiring.errors import UsageError
 from tests.adapters.jax.support import TIGHT, Tree, agree, data, hashes_agree, loss, start, training_step
 from tests.on_ranks import on_ranks
 
@@ -92,6 +93,52 @@ def test_wrappers_of_optax_on_both_sides(comm: Communicator, name: str) -> None:
     expected = train(make(optax.adam(0.1), lambda inner: inner), batches)
     for optimizer in optimizers:
         agree(train(optimizer, batches[:, [comm.rank]]), expected)
+
+
+SEARCHES = {
+    "lbfgs": lambda: optax.lbfgs(),
+    "backtracking": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)),
+    "polyak": lambda: optax.polyak_sgd(1.0),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_optimizers_that_look_at_the_loss(comm: Communicator, name: str, compiled: bool) -> None:
+    """As one process with the data of all ranks: value, gradient and function of the loss are everyone's."""
+    x = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
+    y = np.tanh(x @ np.arange(5.0, dtype=np.float32))
+
+    def train(rows: slice, optimizer: Any) -> Any:
+        def of(weight: Any) -> Any:
+            return jnp.mean((jnp.tanh(x[rows] @ weight) - y[rows]) ** 2)
+
+        def step(weight: Any, state: Any) -> Any:
+            value, gradient = jax.value_and_grad(of)(weight)
+            changes, state = optimizer.update(
+                gradient, state, weight, value=value, grad=gradient, value_fn=of
+            )
+            return optax.apply_updates(weight, changes), state
+
+        run = jax.jit(step) if compiled else step
+        weight = jnp.full(5, 0.1)
+        state = optimizer.init(weight)
+        for _ in range(4):
+            weight, state = run(weight, state)
+        return weight
+
+    width = len(x) // comm.size
+    mine = slice(comm.rank * width, (comm.rank + 1) * width)
+    found = train(mine, mj.distribute(SEARCHES[name](), comm=comm, check_every=1))
+    np.testing.assert_allclose(found, train(slice(None), SEARCHES[name]()), rtol=1e-3)
+    hashes_agree(comm, found)
+
+
+def test_a_loss_of_several_steps_is_refused(comm: Communicator) -> None:
+    optimizer = mj.distribute(optax.sgd(0.1), comm=comm, every_k=2)
+    weight = jnp.ones(2)
+    with pytest.raises(UsageError, match="there is no loss that the reduced gradients belong to"):
+        optimizer.update(weight, optimizer.init(weight), weight, value=1.0)
 
 
 def test_buckets_leave_during_the_backward_pass_and_are_not_copied(comm: Communicator) -> None:
