@@ -1,4 +1,4 @@
-"""What optimizers see of the loss beside its gradients, its value and a function that gives it, over ranks."""
+"""What optimizers see of the loss beside its gradients: its value, and a function that gives it."""
 
 from __future__ import annotations
 
