@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import multiring
 import torch
 from multiring.derived import resolve
-from multiring.error_text import text_of
 from multiring.reductions import explain_arguments
 from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
 from multiring.torch.buffers import (
@@ -70,7 +69,7 @@ def _buffer(name: str, tensor: torch.Tensor) -> StateBuffer:
         raise multiring.UsageError(f"'{name}': {error}") from error
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise multiring.UsageError(
-            f"'{name}' is a {type(tensor).__name__}, whose memory is not known here ({text_of(error)}): give "
+            f"'{name}' is a {type(tensor).__name__}, whose memory is not known here ({error}): give "
             "the other tensors, as pairs of name and tensor"
         ) from error
 

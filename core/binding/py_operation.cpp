@@ -233,7 +233,8 @@ class FloatModeContext {
   std::optional<StandardFloatMode> mode_;
 };
 
-/// Memory of a tensor for NumPy. The tensor's own function for that would forbid to resize its storage for ever.
+/// Memory of a tensor for NumPy. The tensor's own function for that would forbid to resize its storage for
+/// ever.
 py::array bytes_of(const py::object& array) {
   auto held = std::make_unique<ArrayView>(array, false);
   if (!held->contiguous() || held->memory().on_device()) throw_usage(kContiguousOnly);

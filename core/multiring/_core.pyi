@@ -688,6 +688,10 @@ class Communicator:
         """
         The number of the last queued operation that has to end before this one; 0: none.
         """
+    def lost_rank(self) -> typing.Any:
+        """
+        An error that names a rank which has died or left, as far as is known; None: there is none.
+        """
     def plain_allreduce(self) -> typing.Any:
         """
         A quicker allreduce for C-ordered arrays of NumPy and DLPack's exchange API, as a function:

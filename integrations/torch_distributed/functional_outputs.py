@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 __all__ = ["install"]
 
 _NAMESPACE = "_c10d_functional"
-_OPS = {
+_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
     "min": dist.ReduceOp.MIN,
@@ -32,7 +32,7 @@ def install() -> None:
     """
     if _held or not hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
         return
-    library = torch.library.Library(_NAMESPACE, "IMPL")
+    library: Any = torch.library.Library(_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
     _held.append(library)
     library.impl("all_gather_into_tensor_out", _all_gather, "CPU")
     if hasattr(torch.ops._c10d_functional, "reduce_scatter_tensor_out"):
@@ -40,7 +40,8 @@ def install() -> None:
 
 
 def _group_of(name: Any) -> Any:
-    return distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
+    functions: Any = distributed_c10d
+    return functions._resolve_process_group(name) if isinstance(name, str) else name
 
 
 def _all_gather(tensor: torch.Tensor, size: int, group: Any, *, out: torch.Tensor) -> torch.Tensor:

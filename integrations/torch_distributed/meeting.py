@@ -22,7 +22,7 @@ from multiring.errors import MultiringError, PeerLostError, UsageError
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
 from multiring.rendezvous.joined import tell_end, tell_launcher
-from multiring.rendezvous.offered_store import meet
+from multiring.rendezvous.offered_store import Party, meet
 from multiring.settings import Settings
 from multiring.store import Interrupt, Store
 from multiring.store.base import check_key, check_value, no_such_key
@@ -155,9 +155,8 @@ def _meet(given: Any, settings: Settings, watch: Interrupt | None) -> tuple[Stor
     members = ", ".join(map(str, given.global_ranks_in_group))
     return meet(
         *(rank, size, "multiring/", settings.timeout, _opener(given.store, watch), call),
-        job=f"the group of ranks {members}" if members else "",
-        warn_after=settings.stall_warning,
-        advice=_ONE_GROUP_A_CALL,
+        Party(f"the group of ranks {members}" if members else "", _ONE_GROUP_A_CALL),
+        settings.stall_warning,
     )
 
 

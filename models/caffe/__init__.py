@@ -22,16 +22,28 @@ from multiring.models.caffe.layer import (
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.prototxt import PrototxtError
 from multiring.models.caffe.schema import TEST, TRAIN
-from multiring.models.caffe.solver import AdamSolver, NesterovSolver, SGDSolver, Solver, get_solver
+from multiring.models.caffe.solver import (
+    AdaDeltaSolver,
+    AdaGradSolver,
+    AdamSolver,
+    NesterovSolver,
+    RMSPropSolver,
+    SGDSolver,
+    Solver,
+    get_solver,
+)
 
 __all__ = [
     "TEST",
     "TRAIN",
+    "AdaDeltaSolver",
+    "AdaGradSolver",
     "AdamSolver",
     "Blob",
     "NesterovSolver",
     "Net",
     "PrototxtError",
+    "RMSPropSolver",
     "SGDSolver",
     "Solver",
     "get_solver",

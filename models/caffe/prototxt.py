@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,9 +23,10 @@ class PrototxtError(UsageError):
 # What to do about fields of older and other Caffes.
 _HINTS = {
     "layers": "this is the format of 2014; convert the file with Caffe's upgrade_net_proto_text",
-    "solver_type": 'write type: "SGD" instead',
     "mean_file": "give mean_value instead",
 }
+# What `solver_type` is in newer Caffes, by name and by number.
+_SOLVER_TYPES = ("SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam")
 
 
 @dataclass
@@ -69,7 +71,7 @@ def read(path: str | Path, kind: Any) -> tuple[Any, Location]:
         PrototxtError: The file cannot be read, or `parse` refuses it.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors put a mark of the encoding first
     except (OSError, UnicodeDecodeError) as error:
         raise PrototxtError(f"{path}:1: cannot be read: {error}") from error
     return parse(text, kind, str(path))
@@ -94,17 +96,36 @@ def parse(text: str, kind: Any, name: str = "<text>") -> tuple[Any, Location]:
         text_format.Parse(text, result)
     except text_format.ParseError as error:
         line = error.GetLine() or 1
-        raise PrototxtError(f"{name}:{line}: {_explain(error)}") from error
+        raise PrototxtError(f"{name}:{line}: {_explain(error, text, kind)}") from error
     return result, _Scanner(text, name).scan()
 
 
-def _explain(error: Any) -> str:
-    text = re.sub(r"^\d+:\d+ : ", "", str(error))
-    found = re.search(r'Message type "caffe\.(\w+)" has no field named "(\w+)"', text)
+def _explain(error: Any, text: str, kind: Any) -> str:
+    """What is wrong in a text for a message of this kind, and what to do."""
+    told = re.sub(r"^\d+:\d+ : ", "", str(error))
+    found = re.search(r'Message type "caffe\.(\w+)" has no field named "(\w+)"', told)
     if found is None:
-        return text
-    hint = _HINTS.get(found[2], "take it out, or train this net with Caffe itself")
-    return f"field {found[2]} of {found[1]} is not supported; {hint}"
+        return told
+    message, name = found[1], found[2]
+    return f"field {name} of {message} is not supported; {_hint(message, name, text, kind.DESCRIPTOR)}"
+
+
+def _hint(message: str, name: str, text: str, root: Any) -> str:
+    if name == "solver_type":
+        given = re.search(r"\bsolver_type\s*:\s*(\w+)", text)
+        value = given[1] if given else ""
+        types = {each.upper(): each for each in _SOLVER_TYPES} | dict(
+            zip("012345", _SOLVER_TYPES, strict=True)
+        )
+        return f'write type: "{types.get(value.upper(), "SGD")}" instead'
+    if name in _HINTS:
+        return _HINTS[name]
+    if message != root.name and name in root.fields_by_name:
+        return f"it is one of {root.name}: a closing brace is missing in a line before"
+    fields = root.file.message_types_by_name[message].fields_by_name
+    if close := difflib.get_close_matches(name, fields, 1):
+        return f"is {close[0]} meant?"
+    return "take it out, or train this net with Caffe itself"
 
 
 _TOKEN = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[\w.+-]+|\n|[^\s]""")

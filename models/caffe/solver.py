@@ -28,7 +28,17 @@ from multiring.models.errors import CheckpointError
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["Action", "AdamSolver", "NesterovSolver", "SGDSolver", "Solver", "get_solver"]
+__all__ = [
+    "Action",
+    "AdaDeltaSolver",
+    "AdaGradSolver",
+    "AdamSolver",
+    "NesterovSolver",
+    "RMSPropSolver",
+    "SGDSolver",
+    "Solver",
+    "get_solver",
+]
 
 Action = Literal["none", "snapshot", "stop"]
 LOG = logging.getLogger("multiring.caffe")
@@ -294,6 +304,10 @@ class Solver:
             raise self._location.error(
                 f"solver type {kind!r} is not supported; choose one of {', '.join(RULES)}", "type"
             )
+        if kind in ("AdaGrad", "RMSProp") and self.param.momentum:
+            raise self._location.error(f"momentum cannot be used with {kind}", "momentum")
+        if kind == "RMSProp" and not 0 <= self.param.rms_decay < 1:
+            raise self._location.error("rms_decay has to be at least 0 and less than 1", "rms_decay")
         if kind == "Nesterov" and not self.param.momentum:
             self._log("Nesterov without momentum is plain gradient descent")
         return RULES[kind](self.param, self.net.learnable)
@@ -365,6 +379,24 @@ class NesterovSolver(Solver):
     """`Solver` with Caffe's Nesterov momentum."""
 
     type = "Nesterov"
+
+
+class AdaGradSolver(Solver):
+    """`Solver` with Caffe's AdaGrad."""
+
+    type = "AdaGrad"
+
+
+class RMSPropSolver(Solver):
+    """`Solver` with Caffe's RMSProp."""
+
+    type = "RMSProp"
+
+
+class AdaDeltaSolver(Solver):
+    """`Solver` with Caffe's AdaDelta."""
+
+    type = "AdaDelta"
 
 
 class AdamSolver(Solver):

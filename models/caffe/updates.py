@@ -1,6 +1,6 @@
 """How Caffe changes weights: learning-rate policies and the update rules of its solvers.
 
-Written after the published behaviour of Caffe's SGDSolver, NesterovSolver and AdamSolver. Mind that Caffe's
+Written after the published behaviour of Caffe's solvers. Mind that Caffe's
 momentum holds the learning rate: `history = momentum * history + rate * gradient`.
 """
 
@@ -17,7 +17,19 @@ from multiring.models.caffe.blob import decimal
 from multiring.models.caffe.learnable import Learnable
 from multiring.models.caffe.prototxt import Location
 
-__all__ = ["RULES", "Adam", "Momentum", "Nesterov", "Policy", "Rule", "clip", "decay"]
+__all__ = [
+    "RULES",
+    "AdaDelta",
+    "AdaGrad",
+    "Adam",
+    "Momentum",
+    "Nesterov",
+    "Policy",
+    "RMSProp",
+    "Rule",
+    "clip",
+    "decay",
+]
 
 POLICIES = ("fixed", "step", "exp", "inv", "multistep", "poly", "sigmoid")
 # Fields of the solver that a policy cannot do without.
@@ -165,4 +177,57 @@ class Adam(Rule):
         gradient.mul_(rate * correction)
 
 
-RULES: dict[str, type[Rule]] = {"SGD": Momentum, "Nesterov": Nesterov, "Adam": Adam}
+class AdaGrad(Rule):
+    """Caffe's "AdaGrad": the history is the sum of squares, `delta` keeps the divisor from 0."""
+
+    def __init__(self, param: Any, learnable: Sequence[Learnable]) -> None:
+        super().__init__(param, learnable)
+        self._delta = decimal(param.delta)
+
+    def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
+        history = self.history[number].tensor
+        self._gather(history, gradient)
+        gradient.div_(history.sqrt().add_(self._delta)).mul_(rate)
+
+    def _gather(self, history: torch.Tensor, gradient: torch.Tensor) -> None:
+        history.addcmul_(gradient, gradient)
+
+
+class RMSProp(AdaGrad):
+    """Caffe's "RMSProp": the history is a moving average of squares with the factor `rms_decay`."""
+
+    def __init__(self, param: Any, learnable: Sequence[Learnable]) -> None:
+        super().__init__(param, learnable)
+        self._decay = decimal(param.rms_decay)
+
+    def _gather(self, history: torch.Tensor, gradient: torch.Tensor) -> None:
+        history.mul_(self._decay).addcmul_(gradient, gradient, value=1 - self._decay)
+
+
+class AdaDelta(Rule):
+    """Caffe's "AdaDelta": `momentum` is the factor of the moving averages of squares, of gradients and of
+    steps."""
+
+    arrays = 2
+
+    def __init__(self, param: Any, learnable: Sequence[Learnable]) -> None:
+        super().__init__(param, learnable)
+        self._delta = decimal(param.delta)
+
+    def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
+        factor, delta = self._momentum, self._delta
+        square, steps = (self.history[k].tensor for k in (number, number + self._count))
+        square.mul_(factor).addcmul_(gradient, gradient, value=1 - factor)
+        gradient.mul_(steps.add(delta).div_(square.add(delta)).sqrt_())
+        steps.mul_(factor).addcmul_(gradient, gradient, value=1 - factor)
+        gradient.mul_(rate)
+
+
+RULES: dict[str, type[Rule]] = {
+    "SGD": Momentum,
+    "Nesterov": Nesterov,
+    "AdaGrad": AdaGrad,
+    "RMSProp": RMSProp,
+    "AdaDelta": AdaDelta,
+    "Adam": Adam,
+}

@@ -243,7 +243,7 @@ def _meet(placement: Placement, settings: Settings, generation: int) -> tuple[Pl
         prefix,
         settings.timeout,
         reopen,
-        job=placement.launcher_job,
+        party=offered_store.Party(f"job '{placement.launcher_job}'" if placement.launcher_job else ""),
         warn_after=settings.stall_warning,
     )
 

@@ -19,13 +19,13 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from multiring import _core, errors
 from multiring.errors import PeerLostError, UsageError
 from multiring.store import Store, TcpStoreServer
 
-__all__ = ["HOW_TO_SILENCE", "meet", "offer_store", "ranks_text", "signed", "signed_in"]
+__all__ = ["HOW_TO_SILENCE", "Party", "meet", "offer_store", "ranks_text", "signed", "signed_in"]
 
 _log = logging.getLogger("multiring")
 
@@ -42,10 +42,22 @@ _OTHER_SECONDS = 3.0
 _MAX_ADDRESSES = 16
 
 
-_ADVICE = (
-    "both were told the same MULTIRING_STORE and MULTIRING_SECRET; give each job a store and a secret of "
-    "its own"
-)
+class Party(NamedTuple):
+    """The ranks that meet, for those who meet others in the same place.
+
+    Attributes:
+        name: What they are called, such as the launcher's name of the job; empty: not known.
+        advice: What to do about others.
+    """
+
+    name: str = ""
+    advice: str = (
+        "both were told the same MULTIRING_STORE and MULTIRING_SECRET; give each job a store and a secret of "
+        "its own"
+    )
+
+
+_UNNAMED = Party()
 
 
 def offer_store(interfaces: Sequence[str], secret: bytes | None = None) -> dict[str, Any]:
@@ -96,9 +108,8 @@ def meet(
     timeout: float,
     reopen: Callable[[float], Store],
     call: str = "multiring.init()",
-    job: str = "",
+    party: Party = _UNNAMED,
     warn_after: float = 0.0,
-    advice: str = _ADVICE,
 ) -> tuple[Store, str]:
     """Brings the ranks together that have been told the same store. Collective.
 
@@ -109,9 +120,8 @@ def meet(
         timeout: Seconds within which all have to come.
         reopen: Opens the store within so many seconds, once more if it was that of ranks that have left.
         call: What the ranks call to meet, for messages.
-        job: What the launcher calls the job of these ranks; empty: not known.
+        party: What these ranks are.
         warn_after: Seconds after which a rank says in the log who is missing; 0: it does not.
-        advice: What to do where another job meets there.
 
     Returns:
         The store, and how keys begin that nobody has used before.
@@ -125,7 +135,7 @@ def meet(
         while True:
             store = stack.enter_context(reopen(max(0.1, deadline - time.monotonic())))
             try:
-                meeting = _Meeting(store, prefix, rank, size, job, advice)
+                meeting = _Meeting(store, prefix, rank, size, party)
                 take_part = meeting.lead if rank == 0 else meeting.join
                 name = take_part(deadline, call, warn_after)
                 stack.pop_all()
@@ -144,9 +154,9 @@ class _Meeting:
     the job of ranks whose own meeting was under way when this one was called.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, size: int, job: str, advice: str) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, size: int, party: Party) -> None:
         self._store, self._prefix = store, prefix
-        self._rank, self._size, self._job, self._advice = rank, size, job, advice
+        self._rank, self._size, self._job, self._advice = rank, size, party.name, party.advice
         self._name = ""  # of the meeting that this rank takes part in
 
     def lead(self, deadline: float, call: str, warn_after: float) -> str:
@@ -244,7 +254,7 @@ class _Meeting:
 
     def _clash(self, other: str) -> UsageError:
         return UsageError(
-            f"rank {self._rank} of {self._size} of job '{self._job}' has met job '{other}' at the "
+            f"rank {self._rank} of {self._size} of {self._job} has met {other} at the "
             f"{self._store}: {self._advice}",
             rank=self._rank,
         )

@@ -66,6 +66,10 @@ KINDS = {
         layer { name: "e" type: "Eltwise" bottom: "data" bottom: "c" top: "x" eltwise_param { operation: MAX } }""",
     "transpose": """layer { name: "x" type: "InnerProduct" bottom: "data" top: "x" inner_product_param {
         num_output: 5 transpose: true axis: -1 weight_filler { type: "xavier" variance_norm: FAN_OUT } } }""",
+    "lrn": """layer { name: "x" type: "LRN" bottom: "data" top: "x"
+        lrn_param { local_size: 3 alpha: 0.5 beta: 0.6 k: 2 } }""",
+    "lrn_within": """layer { name: "x" type: "LRN" bottom: "data" top: "x"
+        lrn_param { local_size: 3 alpha: 0.5 norm_region: WITHIN_CHANNEL } }""",
     "softmax": """layer { name: "x" type: "Softmax" bottom: "data" top: "x" softmax_param { axis: -1 } }""",
 }
 
@@ -257,10 +261,14 @@ def test_weights_are_shared_by_name(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    'layer { name: "a" type: "LRN" bottom: "data" top: "a" }': "5: .*type 'LRN', which is not supported; .*Pooling",
+    'layer { name: "a" type: "PReLU" bottom: "data" top: "a" }': "5: .*type 'PReLU', which is not supported; .*Pooling",
+    'layer { name: "a" type: "LRN" bottom: "data" top: "a"\n lrn_param { local_size: 2 } }': "6: layer 'a': local_size has",
+    'layer { name: "a" type: "ReLU" bottom: "data" top: "a"\nlayer { name: "b" type: "ReLU" bottom: "a" top: "b" }': (
+        "6: field layer of LayerParameter is not supported; it is one of NetParameter: a closing brace is missing"
+    ),
     'layer { name: "a" type: "ReLU" bottom: "dat" top: "a" }': "5: layer 'a' reads blob 'dat', which no layer",
     'layer { name: "a" type: "ReLU"\n bottom: "data" top: "a" top: "b" }': "5: layer 'a': ReLU takes 1 top blobs, not 2",
-    'layer { name: "a" type: "ReLU" bottom: "data" top: "a"\n dropout_param { } }': "6: field dropout_param of Layer",
+    'layer { name: "a" type: "ReLU" bottom: "data" top: "a"\n prelu_param { } }': "6: field prelu_param of Layer",
     'layer { name: "a" type: "Pooling" bottom: "data" top: "a"\n pooling_param {\n pool: STOCHASTIC kernel_size: 2 } }': (
         "7: layer 'a': pool: STOCHASTIC is not supported"
     ),
@@ -293,6 +301,59 @@ def test_what_is_not_supported_is_named_with_its_line(tmp_path: Path) -> None:
     for text, told in REFUSED.items():
         with pytest.raises(PrototxtError, match=f"net.prototxt:{told}"):
             make_net(tmp_path, INPUT + "\n" + text)
+
+
+def test_local_response_normalisation_is_caffes(tmp_path: Path) -> None:
+    x = np.random.default_rng(4).standard_normal((3, 4, 7, 6))
+    for region, shift in (("ACROSS_CHANNELS", 2.0), ("WITHIN_CHANNEL", 1.0)):
+        net = make_net(
+            tmp_path,
+            INPUT
+            + 'layer { name: "x" type: "LRN" bottom: "data" top: "x" lrn_param { local_size: 3 alpha: 0.5 '
+            f"beta: 0.6 k: 2 norm_region: {region} }} }}",
+        )
+        net.blobs["data"].data[...] = x
+        net.forward()
+        across = region == "ACROSS_CHANNELS"
+        padded = np.pad(
+            x**2, [(0, 0), (1, 1), (0, 0), (0, 0)] if across else [(0, 0), (0, 0), (1, 1), (1, 1)]
+        )
+        if across:
+            total = sum(padded[:, k : k + 4] for k in range(3)) / 3
+        else:
+            total = sum(padded[:, :, i : i + 7, j : j + 6] for i in range(3) for j in range(3)) / 9
+        np.testing.assert_allclose(net.blobs["x"].data, x * (shift + 0.5 * total) ** -0.6, rtol=1e-6)
+
+
+def test_dropout(tmp_path: Path) -> None:
+    """Values are kept at random, and scaled so that their mean stays; in testing all are."""
+    layer = (
+        'layer { name: "x" type: "Dropout" bottom: "data" top: "x" dropout_param { dropout_ratio: 0.25 } }'
+    )
+    big = INPUT.replace("dim: 3 dim: 4 dim: 7 dim: 6", "dim: 3 dim: 40 dim: 20 dim: 20")
+    net = make_net(tmp_path, big + layer)
+    net.blobs["data"].data[...] = 1.0
+    seen = []
+    for _ in range(2):
+        net.forward()
+        found = net.blobs["x"].data.copy()
+        np.testing.assert_allclose(np.unique(found), [0.0, 1 / 0.75], rtol=1e-6)
+        assert abs((found == 0).mean() - 0.25) < 0.02
+        net.blobs["x"].diff[...] = 1.0
+        net.backward()
+        np.testing.assert_array_equal(net.blobs["data"].diff, found)
+        seen.append(found)
+    assert not np.array_equal(*seen)
+    test_net = make_net(tmp_path, big + layer, phase=TEST)
+    test_net.blobs["data"].data[...] = 1.0
+    test_net.forward()
+    np.testing.assert_array_equal(test_net.blobs["x"].data, 1.0)
+
+
+def test_a_mark_of_the_encoding_is_no_part_of_the_net(tmp_path: Path) -> None:
+    path = tmp_path / "net.prototxt"
+    path.write_text(INPUT + KINDS["relu"], encoding="utf-8-sig")
+    assert "x" in Net(str(path), TEST).blobs
 
 
 def test_a_label_outside_of_the_classes_is_an_error(tmp_path: Path) -> None:

@@ -62,18 +62,39 @@ def adam(history: list[Array], gradient: Array, rate: float, iteration: int) -> 
     return rate * correction * history[0] / (np.sqrt(history[1]) + 1e-6)
 
 
+def adagrad(history: list[Array], gradient: Array, rate: float, iteration: int) -> Array:
+    history[0] = history[0] + gradient**2
+    return rate * gradient / (np.sqrt(history[0]) + 1e-6)
+
+
+def rmsprop(history: list[Array], gradient: Array, rate: float, iteration: int) -> Array:
+    history[0] = 0.8 * history[0] + 0.2 * gradient**2
+    return rate * gradient / (np.sqrt(history[0]) + 1e-6)
+
+
+def adadelta(history: list[Array], gradient: Array, rate: float, iteration: int) -> Array:
+    history[0] = 0.9 * history[0] + 0.1 * gradient**2
+    step = gradient * np.sqrt((history[1] + 1e-6) / (history[0] + 1e-6))
+    history[1] = 0.9 * history[1] + 0.1 * step**2
+    return rate * step
+
+
 @pytest.mark.parametrize(
     ("kind", "rule", "regularization", "more"),
     [
         ("SGD", sgd, "L2", "iter_size: 2"),
         ("Nesterov", nesterov, "L1", "clip_gradients: 0.5"),
+        ("AdaGrad", adagrad, "L2", ""),
+        ("RMSProp", rmsprop, "L2", "rms_decay: 0.8"),
+        ("AdaDelta", adadelta, "L2", ""),
         ("Adam", adam, "L2", ""),
     ],
 )
 def test_update_rules(tmp_path: Path, kind: str, rule: Rule, regularization: str, more: str) -> None:
     solver = make_solver(
         tmp_path,
-        f'type: "{kind}" momentum: 0.9 momentum2: 0.99 delta: 1e-6 weight_decay: 0.01 {more} '
+        f'type: "{kind}" momentum: {0.0 if kind in ("AdaGrad", "RMSProp") else 0.9} momentum2: 0.99 '
+        f"delta: 1e-6 weight_decay: 0.01 {more} "
         f'regularization_type: "{regularization}" lr_policy: "exp" gamma: 0.5',
     )
     expected = weights(solver)
@@ -234,12 +255,17 @@ def test_what_a_training_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 REFUSED = {
-    'type: "RMSProp"': "solver type 'RMSProp' is not supported; choose one of SGD, Nesterov, Adam",
+    'type: "LBFGS"': "solver type 'LBFGS' is not supported; choose one of SGD, Nesterov, AdaGrad, RMSProp, AdaDelta",
+    'type: "AdaGrad" momentum: 0.9': "momentum cannot be used with AdaGrad",
+    'type: "RMSProp" rms_decay: 1': "rms_decay has to be at least 0 and less than 1",
+    "solver_type: ADAM": 'field solver_type of SolverParameter is not supported; write type: "Adam" instead',
+    "solver_type: 3": 'field solver_type of SolverParameter is not supported; write type: "RMSProp" instead',
+    "iter_step: 2": "field iter_step of SolverParameter is not supported; is iter_size meant",
     'lr_policy: "cosine"': "lr_policy 'cosine' is unknown",
     'lr_policy: "exp" gamma: -0.1': "lr_policy 'exp' needs a gamma of at least 0",
     'lr_policy: "sigmoid" gamma: 1 stepsize: 0': "stepsize has to be at least 1",
     'lr_policy: "step" gamma: 0.1': "lr_policy 'step' needs stepsize",
-    "rms_decay: 0.9": "field rms_decay of SolverParameter is not supported",
+    "secret_decay: 0.9": "field secret_decay of SolverParameter is not supported",
     "snapshot_format: HDF5": "snapshot_format: HDF5 is not supported",
     "iter_size: 0": "iter_size and average_loss have to be at least 1",
     'net: "other.prototxt"': "net 'other.prototxt' is neither in the working directory nor beside",

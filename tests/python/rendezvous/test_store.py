@@ -19,7 +19,7 @@ import pytest
 
 from multiring import errors
 from multiring.errors import PeerLostError, UsageError
-from multiring.rendezvous.offered_store import meet
+from multiring.rendezvous.offered_store import Party, meet
 from multiring.store import MAX_VALUE_BYTES, FileStore, Store, TcpStore, TcpStoreServer, open_store
 from multiring.store.file import job_directory_prefix
 from tests.support import held_port, no_new_descriptors
@@ -223,9 +223,9 @@ def test_ranks_of_one_program_do_not_meet_those_of_the_one_before(url: str) -> N
     with ThreadPoolExecutor(3) as threads, ExitStack() as stores:
         for job in ("a", "a", "b"):
             arguments = 3, "x/", 60.0, reopening(url)
-            others = [threads.submit(meet, rank, *arguments, job=job) for rank in (1, 2)]
+            others = [threads.submit(meet, rank, *arguments, party=Party(f"job '{job}'")) for rank in (1, 2)]
             assert not wait(others, timeout=0.3).done, "there is no rank 0 of theirs yet"
-            found = [meet(0, *arguments, job=job), *(other.result() for other in others)]
+            found = [meet(0, *arguments, party=Party(f"job '{job}'")), *(other.result() for other in others)]
             for store, _ in found:
                 stores.enter_context(store)
             (prefix,) = {prefix for _, prefix in found}
@@ -272,7 +272,7 @@ def test_two_jobs_at_one_store_are_told(url: str) -> None:
     """The second comes while the first waits for a rank. All of both are told, also who comes last."""
 
     def come(job: str, rank: int) -> Any:
-        return threads.submit(meet, rank, 2, "", 60.0, reopening(url), job=job)
+        return threads.submit(meet, rank, 2, "", 60.0, reopening(url), party=Party(f"job '{job}'"))
 
     with ThreadPoolExecutor(4) as threads, open_store(url, SECRET) as store:
         ranks = [come("a", 0)]
