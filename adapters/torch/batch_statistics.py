@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from multiring.errors import UsageError
 from multiring.state.batch_moments import combine_moments, moments_row
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 if TYPE_CHECKING:
@@ -76,8 +76,17 @@ class Normalise(torch.autograd.Function):
         return functional.batch_norm(x.to(dtype), mean, variance, weight, bias, False, 0.0, eps).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, _ = ctx.saved_tensors
+        with torch.no_grad():
+            found = Normalise._backward(ctx, gradient)
+        if not torch.is_grad_enabled():
+            return found
+        final: Any = _Final
+        return tuple(None if each is None else final.apply(each, gradient, x, ctx.label) for each in found)
+
+    @staticmethod
+    def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         statistics: Statistics = ctx.statistics
         dtype = _working_dtype(x)
@@ -99,6 +108,23 @@ class Normalise(torch.autograd.Function):
         deviation.addcmul_(gradient, _per_channel(factor.to(dtype), x))
         deviation.sub_(_per_channel((factor * means[0]).to(dtype), x))
         return deviation.to(x.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+class _Final(torch.autograd.Function):
+    """A gradient that has no gradient: the sums over ranks in it would need those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, gradient: Tensor, x: Tensor, label: str) -> Tensor:
+        ctx.label = label
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UsageError(
+            f"{ctx.label}: a gradient of its gradient is asked for, as by create_graph=True or a gradient "
+            "penalty, and a SyncBatchNorm has none: use torch.nn.BatchNorm there, or take the penalty in "
+            "eval()"
+        )
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:

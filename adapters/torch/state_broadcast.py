@@ -39,11 +39,19 @@ def broadcast_parameters(
         comm: Ranks that take part; the world by default.
 
     Raises:
-        UsageError: `root` is not a rank, or a tensor that differs cannot be written to.
+        UsageError: `root` is not a rank, a tensor is lazy, or one that differs cannot be written to.
         MismatchError: The ranks pass different names, shapes or dtypes.
     """
     comm = resolve(comm)
     tensors = _named_tensors(model_or_named_tensors)
+    for name, tensor in tensors.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise multiring.UsageError(
+                f"rank {comm.rank}: '{name}' is lazy and has no shape yet; run a batch through the model "
+                "first",
+                rank=comm.rank,
+                tensor=name,
+            )
     with torch.no_grad():
         # CPU tensors without gaps are received where they are; others by way of a copy.
         staged = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}

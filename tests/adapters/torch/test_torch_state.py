@@ -237,3 +237,8 @@ def test_another_default_device(comm: Communicator) -> None:
     finally:
         torch.set_default_device(None)
     assert same_everywhere(comm, bits(model.parameters()))
+
+
+def test_a_lazy_parameter_is_named(comm: Communicator) -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    refuses(UsageError, "'0.weight' is lazy", multiring.torch.broadcast_parameters, model, 0, comm)

@@ -182,3 +182,14 @@ def test_compiled_network(comm: Communicator) -> None:
         wanted = alone(torch.cat(parts))[4 * comm.rank : 4 * comm.rank + 4]
         torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-11)
         torch.autograd.backward(output.sum())
+
+
+def test_a_gradient_of_a_gradient_is_refused_with_the_layer(comm: Communicator) -> None:
+    plain = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model = multiring.torch.convert_sync_batchnorm(plain, comm)
+    x = torch.randn(4, 3, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(UsageError, match=r"SyncBatchNorm 1: a gradient of its gradient .*torch.nn.BatchNorm"):
+        slope.square().sum().backward()
+    model(x).square().sum().backward()  # the layer is as it was
+    assert x.grad is not None
