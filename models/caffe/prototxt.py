@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf import text_format
 
 from multiring.errors import UsageError
+from multiring.models.caffe.upgrade import upgraded
 
 __all__ = ["Location", "PrototxtError", "parse", "read"]
 
@@ -22,7 +23,6 @@ class PrototxtError(UsageError):
 
 # What to do about fields of older and other Caffes.
 _HINTS = {
-    "layers": "this is the format of 2014; convert the file with Caffe's upgrade_net_proto_text",
     "mean_file": "give mean_value instead",
 }
 # What `solver_type` is in newer Caffes, by name and by number.
@@ -92,6 +92,7 @@ def parse(text: str, kind: Any, name: str = "<text>") -> tuple[Any, Location]:
         PrototxtError: It is no such message, or has a field that is not supported; names the line.
     """
     result = kind()
+    text = upgraded(text)
     try:
         text_format.Parse(text, result)
     except text_format.ParseError as error:
