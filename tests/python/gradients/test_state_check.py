@@ -149,7 +149,7 @@ def test_losses_of_several_batches_average_to_the_mean_over_samples(comm: Commun
     weights = multiring.batch_weights(counts[comm.rank], comm)
     own = sum(part.mean() * weight for part, weight in zip(mine, weights, strict=True) if part.size)
     samples = [10.0 * rank + k for rank, parts in enumerate(counts) for count in parts for k in range(count)]
-    assert comm.allreduce(np.array(own), op="average") == pytest.approx(np.mean(samples))
+    assert comm.allreduce(np.array(float(own)), op="average") == pytest.approx(np.mean(samples))
     assert multiring.batch_weights([0.0], comm) == [0.0]
     with pytest.raises(UsageError, match="count is -1"):
         multiring.batch_weights([2, -1], comm)
