@@ -1,4 +1,4 @@
-"""What optimizers see of the loss beside its gradients: its value, and a function that gives it."""
+"""The loss over ranks for optimizers that look at it: its value, and a function that gives it."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from multiring.derived import resolve
 from multiring.gradients.options import check_interval
+from multiring.metrics import check_count
 from multiring.state.check import compare_state
 from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer
 from multiring.tensorflow.state_broadcast import broadcast_variables
@@ -75,9 +76,13 @@ class MetricAverage(keras.callbacks.Callback):
         """Averages all metrics that are numbers."""
         own_logs = {} if logs is None else logs
         given = self._weight() if callable(self._weight) else self._weight
-        trained = self._trained or _samples(self.model)
-        weights = (trained, self._tested) if given is None else (given, given)
-        everyone = resolve(self._comm).allgather_object((_numbers(own_logs), weights))
+        comm = resolve(self._comm)
+        if given is None:
+            weights = self._trained or _samples(self.model), self._tested
+        else:
+            check_count(comm, given)
+            weights = given, given
+        everyone = comm.allgather_object((_numbers(own_logs), weights))
         for name in sorted(set().union(*(numbers for numbers, _ in everyone))):
             is_tested = name.startswith("val_")
             found = [(numbers[name], each[is_tested]) for numbers, each in everyone if name in numbers]

@@ -13,7 +13,7 @@ from multiring.communicator import Communicator
 from multiring.derived import resolve
 from multiring.errors import UsageError
 
-__all__ = ["average_metrics", "batch_weight", "batch_weights", "stop_together"]
+__all__ = ["average_metrics", "batch_weight", "batch_weights", "check_count", "stop_together"]
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ def average_metrics(
         MismatchError: The ranks pass different names.
     """
     comm = resolve(comm)
-    _check_count(comm, count)
+    check_count(comm, count)
     names = sorted(metrics)
     sums = np.zeros(len(names) + 1, dtype=np.float64)
     if count > 0:
@@ -70,16 +70,15 @@ def batch_weight(count: float, comm: Communicator | None = None) -> float:
         UsageError: `count` is negative or not finite.
     """
     comm = resolve(comm)
-    _check_count(comm, count)
+    check_count(comm, count)
     total = np.array([count], dtype=np.float64)
     comm.allreduce(total, op="sum", out=total, name="batch_weight")
     return float(count * comm.size / total[0]) if total[0] > 0 else 0.0
 
 
 def batch_weights(counts: Sequence[float], comm: Communicator | None = None) -> list[float]:
-    """What to multiply the mean losses of the batches of one step with, whose gradients are added up before
-    they are averaged over ranks, so that the result is the mean over all samples, or tokens, of all of them.
-    Collective.
+    """Return factors for the mean losses of the batches of one step, whose gradients are added up before they
+    are averaged over ranks: the result is the mean over all samples, or tokens, of all of them. Collective.
 
     Args:
         counts: Number of samples (or tokens that count) of each batch of this rank. Ranks may have different
@@ -94,7 +93,7 @@ def batch_weights(counts: Sequence[float], comm: Communicator | None = None) -> 
     """
     comm = resolve(comm)
     for count in counts:
-        _check_count(comm, count)
+        check_count(comm, count)
     total = np.array([sum(counts)], dtype=np.float64)
     comm.allreduce(total, op="sum", out=total, name="batch_weights")
     return [float(count * comm.size / total[0]) if total[0] > 0 else 0.0 for count in counts]
@@ -114,7 +113,8 @@ def stop_together(flag: object, comm: Communicator | None = None) -> bool:
     return bool(comm.allreduce(np.array(bool(flag)), op="max", name="stop_together"))
 
 
-def _check_count(comm: Communicator, count: float) -> None:
+def check_count(comm: Communicator, count: float) -> None:
+    """Raise UsageError if a weight of this rank is negative or not finite."""
     if not (math.isfinite(count) and count >= 0):
         raise UsageError(f"rank {comm.rank}: count is {count}; pass the number of samples, 0 or more")
 

@@ -237,7 +237,7 @@ class ProcessGroup(GroupBase):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Ends when all ranks have come."""
         if self._coalesced is not None or getattr(opts, "asyncOp", True):
-            # What comes before a barrier has ended when it ends, also where nobody waits for it.
+            # A barrier ends after the operations before it, also after those that nobody waits for.
             ended = lambda _: self._late.settle_all()  # noqa: E731
             return self._start(
                 "barrier", list, lambda comm, _: [Part(comm.barrier_async(), ended)], timeout, opts

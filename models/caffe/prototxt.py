@@ -25,7 +25,7 @@ class PrototxtError(UsageError):
 _HINTS = {
     "mean_file": "give mean_value instead",
 }
-# What `solver_type` is in newer Caffes, by name and by number.
+# The types of solvers, in the order of the numbers that `solver_type` had.
 _SOLVER_TYPES = ("SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam")
 
 

@@ -35,7 +35,7 @@ _COUNTS = (
     *("WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE"),
     *("HOROVOD_SIZE", "JAX_NUM_PROCESSES", "NUM_PROCESSES", "DMLC_NUM_WORKER"),
 )
-# What only processes of a job have.
+# Variables that only processes of a job have.
 _SIGNS = ("MASTER_ADDR", "PMIX_RANK", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX", "JSM_NAMESPACE_RANK")
 _SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 26)  # bytes of allreduces, up to which an algorithm is told
 

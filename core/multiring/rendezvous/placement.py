@@ -64,7 +64,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Job:
-    """What a foreign launcher has told this process of its job.
+    """The variables that a foreign launcher has set in this process, and how they are read.
 
     Attributes:
         launcher: Its name.

@@ -135,6 +135,11 @@ def test_metrics_are_weighted_by_samples(comm: Communicator) -> None:
         assert found["mae"] == pytest.approx([np.mean(x)])
         assert found["val_loss"] == pytest.approx([np.mean((x if everywhere else x[:3]) ** 2)])
         assert same_everywhere(comm, found)
+    for wrong in (-1.0, float("nan")):
+        refused(
+            UsageError,
+            {"count is": lambda wrong=wrong: callbacks.MetricAverage(wrong, comm).on_epoch_end(0, {})},
+        )
     own = Own(comm)
     own.compile()
     assert own.fit(x[mine], **options).history == {"own": [0.5]}

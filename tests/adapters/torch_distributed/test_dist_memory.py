@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -217,11 +216,15 @@ def test_futures_of_tensors_that_were_made_in_inference_mode(comm: Communicator)
     for number in range(5):
         with torch.inference_mode():
             sparse, numbers = torch.eye(3).to_sparse(), torch.full((2,), 1 + 2j)
-            if comm.rank == number % 2:
-                time.sleep(0.02)  # the other rank's future is finished by a thread
+            is_late = comm.rank == number % 2
+            if is_late:
+                comm.barrier()  # the other rank has asked for its futures, which a thread completes
             works = [dist.all_reduce(sparse, async_op=True), group.allreduce([numbers.conj()])]
-            for work in works:
-                work.get_future().wait()
+            futures = [work.get_future() for work in works]
+            if not is_late:
+                comm.barrier()
+            for future in futures:
+                future.wait()
             assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
             assert numbers.tolist() == [2 + 4j] * 2
 
