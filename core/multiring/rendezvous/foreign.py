@@ -17,6 +17,9 @@ __all__ = ["FOREIGN", "TORCHRUN_SCHEME"]
 # Ranks meet by torchrun's store at that host and port, in the run of that name.
 TORCHRUN_SCHEME = "torchrun://"
 
+# Tasks of TF_CONFIG that train, in the order of the ranks; the pools are what Vertex AI calls them.
+_TRAINING = ("chief", "master", "workerpool0", "worker", "workerpool1")
+
 
 def _torchrun(job: Job) -> Placement:
     environ, number = job.environ, job.number
@@ -143,7 +146,7 @@ def _workers(environ: Mapping[str, str]) -> tuple[list[str], int]:
         config = json.loads(text)
         cluster, task = config["cluster"], config["task"]
         kind, index = task["type"], int(task["index"])
-        kinds = [kind for kind in ("chief", "master", "worker") if cluster.get(kind)]
+        kinds = [kind for kind in _TRAINING if cluster.get(kind)]
         workers = [str(address) for each in kinds for address in cluster[each]]
         before = sum(len(cluster[each]) for each in kinds[: kinds.index(kind)]) if kind in kinds else -1
         is_complete = all(address.rpartition(":")[2].isdecimal() for address in workers)
@@ -188,8 +191,13 @@ def _is_several_hosts(environ: Mapping[str, str]) -> bool:
 
 
 def _is_cluster(environ: Mapping[str, str]) -> bool:
-    """Whether TF_CONFIG has a cluster; without one it describes a process that is alone."""
+    """Whether TF_CONFIG has a cluster of several; services that train models set it for one process, too."""
     text = environ.get("TF_CONFIG", "")
+    try:
+        if sum(map(len, json.loads(text)["cluster"].values())) < 2:
+            return False
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass  # told by what reads it, if it is meant to have a cluster
     return '"cluster"' in text and '"task"' in text and '"evaluator"' not in text.partition('"task"')[2]
 
 

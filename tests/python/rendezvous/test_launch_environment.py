@@ -269,8 +269,12 @@ def test_chief_and_workers_of_tf_config_are_the_ranks(
         (2, 3, 1, 2, 0, 2),
     ]
     assert {(place.store_url, place.secret) for place in places} == {("tcp://a:2222", places[0].secret)}
-    alone = detect(tf_config("worker", 0, worker=["a:1"]))
-    assert (alone.rank, alone.size) == (0, 1)
+    pools = {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]}
+    assert numbers(detect(tf_config("workerpool1", 1, **pools))) == (2, 3, 0, 1, 2, 3)
+    monkeypatch.setenv("HOME", "/nonexistent")  # one process needs no secret
+    for kind in ("worker", "workerpool0", "trainer"):
+        assert detect(tf_config(kind, 0, **{kind: ["a:1"]})).launcher == "none"
+    monkeypatch.setenv("HOME", str(tmp_path))
     for environ in (tf_config("evaluator", 0, **cluster), {"TF_CONFIG": "{}"}):
         assert detect(environ).launcher == "none"
     for environ, text in (
