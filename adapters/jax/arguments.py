@@ -28,7 +28,7 @@ _JAX = ("jax", "jaxlib")
 DTYPES = (
     "bool",
     *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")),
-    *("float16", "bfloat16", "float32", "float64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 )
 
 

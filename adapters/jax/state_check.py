@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_leaves", "check_state"]
 
-_KNOWN = {*DTYPES, "complex64", "complex128"}
+_KNOWN = set(DTYPES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,11 +78,10 @@ def _broadcast_in_graph(tf: Any, found: Mapping[str, Any], root: int, comm: Comm
         [tf.zeros([], tf.uint8)] * len(labels), "max", name=f"{name}: compare", labels=labels, comm=comm
     )
     with tf.control_dependencies(compared):
-        sent = [tf.bitcast(value, tf.uint8) if value.dtype.is_complex else value for value in values]
-        received = grouped_broadcast(sent, root, name=name, comm=comm)
+        received = grouped_broadcast(values, root, name=name, comm=comm)
     if comm.rank != root:
-        for variable, value, result in zip(found.values(), values, received, strict=True):
-            variable.assign(tf.bitcast(result, value.dtype) if value.dtype.is_complex else result)
+        for variable, result in zip(found.values(), received, strict=True):
+            variable.assign(result)
 
 
 def sync_buffers(model: Any, mode: BufferMode = "broadcast", comm: Communicator | None = None) -> None:

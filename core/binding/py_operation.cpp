@@ -21,7 +21,8 @@ namespace {
 constexpr const char* kContiguousOnly =
     "the native core takes contiguous arrays only here; the Python face copies others first";
 
-/// What is written to an array whose elements share memory depends on which is written last.
+/// Raises a usage error if elements of `out` share memory: what they held would depend on the last one
+/// written.
 void require_apart(const ArrayView& out) {
   if (!out.contiguous() && out.strided().may_overlap_itself())
     throw_usage(

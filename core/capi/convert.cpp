@@ -11,7 +11,8 @@
 namespace multiring {
 namespace {
 
-static_assert(MR_FLOAT64 == static_cast<int>(DType::kFloat64) &&
+static_assert(MR_COMPLEX128 == static_cast<int>(DType::kComplex128) &&
+              MR_FLOAT64 == static_cast<int>(DType::kFloat64) &&
               MR_BFLOAT16 == static_cast<int>(DType::kBFloat16));
 static_assert(MR_BITWISE_XOR == static_cast<int>(ReduceOp::kBitwiseXor));
 static_assert(MR_ALLREDUCE == static_cast<int>(OpKind::kAllreduce) &&
@@ -86,7 +87,7 @@ Operation convert(const mr_operation& asked, int size) {
     refuse("mr_operation of another version: initialise it with MR_OPERATION_INIT");
   if (asked.kind < 0 || !is_collective(static_cast<OpKind>(std::min(asked.kind, 255))))
     refuse("unknown kind of operation " + std::to_string(asked.kind));
-  if (asked.dtype < MR_BOOL || asked.dtype > MR_FLOAT64)
+  if (asked.dtype < MR_BOOL || asked.dtype > MR_COMPLEX128)
     refuse("unknown dtype " + std::to_string(asked.dtype));
   if (asked.op < MR_SUM || asked.op > MR_BITWISE_XOR) refuse("unknown reduction " + std::to_string(asked.op));
   if (asked.dims < 0 || asked.dims > Descriptor::kMaxDims || (asked.dims > 0 && asked.shape == nullptr))

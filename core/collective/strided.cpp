@@ -92,15 +92,27 @@ void copy(const StridedView& view, std::byte* contiguous) {
                    copy_row<std::uint16_t, kToContiguous>(strided, flat, elements, stride);
                  } else if (element == 4) {
                    copy_row<std::uint32_t, kToContiguous>(strided, flat, elements, stride);
-                 } else {
+                 } else if (element == 8) {
                    copy_row<std::uint64_t, kToContiguous>(strided, flat, elements, stride);
+                 } else {
+                   copy_row<std::array<std::uint64_t, 2>, kToContiguous>(strided, flat, elements, stride);
                  }
                });
 }
 
-/// Negates floating-point numbers by their signs, which in all formats is the highest bit.
-void negate(std::byte* data, std::size_t count, std::size_t element) {
-  for (std::byte* sign = data + element - 1; count > 0; --count, sign += element) *sign ^= std::byte{0x80};
+/// Changes the sign of `count` floating-point numbers, which in all formats is the highest bit; they begin
+/// `bytes` apart, and have `size` bytes each.
+void negate(std::byte* data, std::size_t count, std::size_t bytes, std::size_t size) {
+  for (std::byte* sign = data + size - 1; count > 0; --count, sign += bytes) *sign ^= std::byte{0x80};
+}
+
+/// Makes the elements of `view` of what its memory holds, and the reverse, which is the same.
+void change_signs(const StridedView& view, std::byte* contiguous) {
+  const std::size_t element = dtype_size(view.dtype);
+  const std::size_t number = is_complex(view.dtype) ? element / 2 : element;
+  if (view.is_negated) negate(contiguous, view.count(), element, number);
+  if (is_complex(view.dtype) && view.is_negated != view.is_conjugated)
+    negate(contiguous + number, view.count(), element, number);
 }
 
 std::size_t bytes_of(std::span<const StridedView> views) {
@@ -154,15 +166,15 @@ bool StridedView::may_overlap_itself() const {
 
 void StridedView::copy_to(std::byte* contiguous) const {
   copy<true>(*this, contiguous);
-  if (is_negated) negate(contiguous, count(), dtype_size(dtype));
+  change_signs(*this, contiguous);
 }
 
 void StridedView::copy_from(const std::byte* contiguous) const {
-  if (!is_negated) return copy<false>(*this, const_cast<std::byte*>(contiguous));
-  const auto negatives = room_for(bytes());
-  copy_bytes(negatives.get(), contiguous, bytes());
-  negate(negatives.get(), count(), dtype_size(dtype));
-  copy<false>(*this, negatives.get());
+  if (!is_negated && !is_conjugated) return copy<false>(*this, const_cast<std::byte*>(contiguous));
+  const auto stored = room_for(bytes());
+  copy_bytes(stored.get(), contiguous, bytes());
+  change_signs(*this, stored.get());
+  copy<false>(*this, stored.get());
 }
 
 void read_strided(Operation& operation) {

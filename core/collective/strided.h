@@ -22,7 +22,8 @@ struct MULTIRING_API StridedView {
   int dims = 0;
   std::array<std::int64_t, Descriptor::kMaxDims> shape{};
   std::array<std::int64_t, Descriptor::kMaxDims> strides{};  ///< in bytes
-  bool is_negated = false;  ///< the memory holds the negatives of the elements
+  bool is_negated = false;     ///< the memory holds the negatives of the elements
+  bool is_conjugated = false;  ///< the memory holds the conjugates of the elements, or of their negatives
 
   std::size_t count() const;
   std::size_t bytes() const { return count() * dtype_size(dtype); }

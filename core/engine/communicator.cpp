@@ -64,49 +64,6 @@ std::string Communicator::wait_on_this_rank(int world_rank) const {
   return "";
 }
 
-std::string Communicator::end_of(int world_rank) const {
-  bool is_member = false;
-  for (int peer = 0; peer < size(); ++peer)
-    is_member = is_member || transport_->world_rank(peer) == world_rank;
-  if (!is_member || closing_.load(std::memory_order_acquire)) return "";
-  const std::string begin = "communicator '" + name() + "' has ended: ";
-  try {
-    AbortRecord record;
-    if (transport_->aborted(&record)) return begin + first_sentence(record.message);
-    const WaitResult ended = transport_->find_ended();
-    if (ended.ok() || ended.peer_left || transport_->world_rank(ended.peer) == world_rank) return "";
-    return begin + exchange_.name_of(ended.peer) + " on " + transport_->host(ended.peer) + " (process " +
-           std::to_string(transport_->process_id(ended.peer)) +
-           ") has died, or its host cannot be reached any more";
-  } catch (const Error&) {
-    return "";  // a network that fails tells that itself
-  }
-}
-
-std::optional<Error> Communicator::lost_rank() const {
-  if (closing_.load(std::memory_order_acquire)) return std::nullopt;
-  ErrorContext context;
-  context.rank = rank();
-  context.host = host();
-  try {
-    AbortRecord record;
-    if (transport_->aborted(&record) && record.kind == ErrorKind::kPeerLost && record.about.odd >= 0) {
-      context.peer = record.about.odd;
-      return Error(ErrorKind::kPeerLost, first_sentence(record.message), context);
-    }
-    const WaitResult ended = transport_->find_ended();
-    if (ended.ok()) return std::nullopt;
-    context.peer = ended.peer;
-    return Error(ErrorKind::kPeerLost,
-                 exchange_.name_of(ended.peer) + " on " + transport_->host(ended.peer) + " (process " +
-                     std::to_string(transport_->process_id(ended.peer)) + ") has " +
-                     (ended.peer_left ? "left" : "died, or its host cannot be reached any more"),
-                 context);
-  } catch (const Error&) {
-    return std::nullopt;  // a network that fails tells that itself
-  }
-}
-
 void Communicator::set_tuning(const std::string& tuning) {
   Tuning parsed = Tuning::parse(tuning);
   throw_if_abandoned();

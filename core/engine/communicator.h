@@ -242,6 +242,8 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   bool is_running(const std::shared_ptr<Work>& work) const;  // with mutex_ held
   void throw_if_unusable() const;
   void throw_if_abandoned() const;
+  /// "rank 1 on b (process 7) has died, or its host cannot be reached any more", of a wait that has ended so.
+  std::string describe_end(const WaitResult& ended) const;
   std::string explain_wait(const Work& work, ErrorContext& context) const;
   double timeout_of(const std::vector<std::shared_ptr<Work>>& chosen) const;
   void require_peer(const Operation& operation, int peer) const;

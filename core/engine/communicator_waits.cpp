@@ -1,5 +1,5 @@
-// What a thread of the program waits for besides its own operations: work, and messages of any rank; and how
-// long.
+// What a thread of the program waits for besides its own operations: work, and messages of any rank; how long;
+// and which ranks have ended.
 
 #include <algorithm>
 #include <utility>
@@ -20,6 +20,49 @@ void Communicator::set_timeout(double seconds) {
 
 void Communicator::wait(Work& work, const Deadline& deadline, const std::function<void()>& interrupt) const {
   work.wait(deadline, interrupt, [&](ErrorContext& context) { return explain_wait(work, context); });
+}
+
+std::string Communicator::describe_end(const WaitResult& ended) const {
+  return exchange_.name_of(ended.peer) + " on " + transport_->host(ended.peer) + " (process " +
+         std::to_string(transport_->process_id(ended.peer)) + ") has " +
+         (ended.peer_left ? "left" : "died, or its host cannot be reached any more");
+}
+
+std::string Communicator::end_of(int world_rank) const {
+  bool is_member = false;
+  for (int peer = 0; peer < size(); ++peer)
+    is_member = is_member || transport_->world_rank(peer) == world_rank;
+  if (!is_member || closing_.load(std::memory_order_acquire)) return "";
+  const std::string begin = "communicator '" + name() + "' has ended: ";
+  try {
+    AbortRecord record;
+    if (transport_->aborted(&record)) return begin + first_sentence(record.message);
+    const WaitResult ended = transport_->find_ended();
+    const bool is_known = ended.ok() || ended.peer_left || transport_->world_rank(ended.peer) == world_rank;
+    return is_known ? "" : begin + describe_end(ended);
+  } catch (const Error&) {
+    return "";  // a network that fails tells that itself
+  }
+}
+
+std::optional<Error> Communicator::lost_rank() const {
+  if (closing_.load(std::memory_order_acquire)) return std::nullopt;
+  ErrorContext context;
+  context.rank = rank();
+  context.host = host();
+  try {
+    AbortRecord record;
+    if (transport_->aborted(&record) && record.kind == ErrorKind::kPeerLost && record.about.odd >= 0) {
+      context.peer = record.about.odd;
+      return Error(ErrorKind::kPeerLost, first_sentence(record.message), context);
+    }
+    const WaitResult ended = transport_->find_ended();
+    if (ended.ok()) return std::nullopt;
+    context.peer = ended.peer;
+    return Error(ErrorKind::kPeerLost, describe_end(ended), context);
+  } catch (const Error&) {
+    return std::nullopt;  // a network that fails tells that itself
+  }
 }
 
 std::uint64_t Communicator::last_conflict(const Operation& operation) const {

@@ -64,6 +64,9 @@ void validate(const Operation& operation, int rank, int size, const std::string&
   const bool scales = descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0;
   if (traits.reduces && scales && descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool cannot be scaled");
+  if (traits.reduces && is_complex(descriptor.dtype) && !has_complex(descriptor.key.op))
+    throw_usage(operation, "complex numbers have no " + std::string(reduce_op_name(descriptor.key.op)) +
+                               ", only a sum, an average and a product; reduce x.real and x.imag, or abs(x)");
   if (traits.reduces && is_bitwise(descriptor.key.op) && (scales || is_floating(descriptor.dtype)))
     throw_usage(operation, scales ? "a bitwise reduction cannot be scaled"
                                   : "a bitwise reduction takes integers or bool");

@@ -150,7 +150,8 @@ def contiguous(x: Array) -> Array:
         try:
             if not x.is_contiguous():
                 return x.contiguous()
-            # A negated view of Torch's: DLPack would give the elements that it negates.
+            # Views of Torch's whose memory holds other elements: DLPack would give those.
+            x = x.resolve_conj() if hasattr(x, "is_conj") and x.is_conj() else x
             return x.resolve_neg() if hasattr(x, "is_neg") and x.is_neg() else x
         except RuntimeError:  # a sparse tensor: the native core says what is wrong with it
             return x

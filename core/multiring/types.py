@@ -8,8 +8,8 @@ __all__ = ["Array", "BufferMode", "CommDtypeName", "OrderName", "QueueKeywords",
 
 Array: TypeAlias = Any
 """An array: anything with the buffer protocol or DLPack in host memory (NumPy arrays, Torch CPU tensors that
-do not require a gradient, `array.array`), of dtype bool, (u)int8 to (u)int64, float16, bfloat16, float32 or
-float64. Python numbers and lists of them go in as NumPy arrays."""
+do not require a gradient, `array.array`), of dtype bool, (u)int8 to (u)int64, float16, bfloat16, float32,
+float64, complex64 or complex128. Python numbers and lists of them go in as NumPy arrays."""
 
 ReduceOpName: TypeAlias = Literal[
     "sum", "average", "min", "max", "product", "bitwise_and", "bitwise_or", "bitwise_xor"

@@ -38,6 +38,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "process_set_of",
+    "process_set_of_ranks",
     "process_sets",
     "rank",
     "remove_process_set",
@@ -332,6 +333,22 @@ def process_set_of(process_set_id: int) -> ProcessSet:
     if process_set_id not in sets:
         raise ValueError(f"there is no process set {process_set_id}, but {sorted(sets)}")
     return sets[process_set_id]
+
+
+def process_set_of_ranks(ranks: Iterable[int]) -> ProcessSet:
+    """The registered process set of these ranks of the job.
+
+    Raises:
+        ValueError: There is none.
+    """
+    wanted = sorted(ranks)
+    for process_set in process_sets():
+        if process_set.ranks == wanted:
+            return process_set
+    raise ValueError(
+        f"no process set of ranks {wanted} is registered: pass hvd.ProcessSet({wanted}) to hvd.init() or "
+        "hvd.add_process_set()"
+    )
 
 
 def process_sets() -> list[ProcessSet]:

@@ -84,7 +84,7 @@ class Operations:
     def auto_name(self) -> str:
         """As `PendingTable.auto_name`."""
         with self._lock:
-            return self._pending.auto_name()
+            return self._pending.auto_name(self.rank)
 
     def await_queued(self, x: Any, *, is_written: bool = False) -> None:
         """Wait until no operation under way writes to the contiguous array `x`, or, with `is_written`, reads

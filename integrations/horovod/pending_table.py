@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import suppress
 
@@ -12,6 +13,10 @@ from multiring.horovod.request import Request
 __all__ = ["PendingTable"]
 
 _PRUNE_AT = 64
+_SEVERAL_THREADS = (
+    "two threads call collectives without names at a time, so that ranks could match them in another order "
+    "and exchange their values: give each call the same name on all ranks"
+)
 
 
 class PendingTable:
@@ -27,13 +32,23 @@ class PendingTable:
         self._pending: dict[Key, Pending] = {}
         self._counts: Counter[str] = Counter()  # of those with a name
         self.unnamed = 0
+        self._last_thread = 0  # that has called without a name
         self._of_last_number: set[Key] = set()  # operations whose names have the number `unnamed`
 
-    def auto_name(self) -> str:
+    def auto_name(self, rank: int) -> str:
         """Return a name for an operation that has none: a counter, the same on ranks that call the same.
 
         Names of several operations of one call may begin with it: `f"{name}.{k}"`.
+
+        Raises:
+            ValueError: An operation without a name is under way in another thread.
         """
+        thread = threading.get_ident()
+        if thread != self._last_thread:
+            for (name, _), pending in self._pending.items():
+                if auto_number(name) is not None and not is_done(pending):
+                    raise ValueError(f"rank {rank}: {_SEVERAL_THREADS}")
+            self._last_thread = thread
         self.unnamed += 1
         self._of_last_number.clear()
         return f"{UNNAMED}{self.unnamed}"

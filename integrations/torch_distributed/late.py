@@ -77,5 +77,12 @@ class LateResults:
 
 
 def _ranges(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the addresses from which, and before which, the elements of tensors lie; of sparse tensors also
+    those of the tensors themselves, which get other entries, and may have none."""
+    tensors = list(tensors)
     parts = [part for tensor in tensors for part in parts_of(tensor)]
-    return [(part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts if part.numel()]
+    ranges = [(part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts if part.numel()]
+    sparse = [tensor for tensor in tensors if tensor.layout is torch.sparse_coo]
+    # Torch passes complex numbers as a view, a new tensor each time.
+    owners = [tensor if tensor._base is None else tensor._base for tensor in sparse]
+    return ranges + [(owner._cdata, owner._cdata + 1) for owner in owners]

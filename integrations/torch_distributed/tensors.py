@@ -55,9 +55,11 @@ def _plain(tensor: torch.Tensor, what: str) -> torch.Tensor:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         kind = "quantised" if tensor.is_quantized else layout
         raise UsageError(f"{what} of a {kind} tensor is not supported by the backend 'multiring'")
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        require_memory(tensor.detach())
+    is_derived = type(tensor) not in (torch.Tensor, torch.nn.Parameter)
     tensor = tensor.detach()
+    if is_derived:
+        has_known_dtype = tensor.dtype in _KNOWN or tensor.is_complex()
+        require_memory(tensor if has_known_dtype else tensor.view(torch.uint8))
     if type(tensor) is not torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -22,14 +22,14 @@ from multiring.models.caffe.layer import (
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.prototxt import PrototxtError
 from multiring.models.caffe.schema import TEST, TRAIN
-from multiring.models.caffe.solver import (
+from multiring.models.caffe.solver import Solver
+from multiring.models.caffe.solver_kinds import (
     AdaDeltaSolver,
     AdaGradSolver,
     AdamSolver,
     NesterovSolver,
     RMSPropSolver,
     SGDSolver,
-    Solver,
     get_solver,
 )
 

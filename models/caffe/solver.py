@@ -28,17 +28,7 @@ from multiring.models.errors import CheckpointError
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = [
-    "Action",
-    "AdaDeltaSolver",
-    "AdaGradSolver",
-    "AdamSolver",
-    "NesterovSolver",
-    "RMSPropSolver",
-    "SGDSolver",
-    "Solver",
-    "get_solver",
-]
+__all__ = ["Action", "Solver"]
 
 Action = Literal["none", "snapshot", "stop"]
 LOG = logging.getLogger("multiring.caffe")
@@ -367,44 +357,3 @@ class Solver:
     def _log(self, text: str) -> None:
         if self.is_root:
             LOG.info(text, stacklevel=2)
-
-
-class SGDSolver(Solver):
-    """`Solver` with Caffe's momentum whatever the prototxt says."""
-
-    type = "SGD"
-
-
-class NesterovSolver(Solver):
-    """`Solver` with Caffe's Nesterov momentum."""
-
-    type = "Nesterov"
-
-
-class AdaGradSolver(Solver):
-    """`Solver` with Caffe's AdaGrad."""
-
-    type = "AdaGrad"
-
-
-class RMSPropSolver(Solver):
-    """`Solver` with Caffe's RMSProp."""
-
-    type = "RMSProp"
-
-
-class AdaDeltaSolver(Solver):
-    """`Solver` with Caffe's AdaDelta."""
-
-    type = "AdaDelta"
-
-
-class AdamSolver(Solver):
-    """`Solver` with Caffe's Adam."""
-
-    type = "Adam"
-
-
-def get_solver(solver_file: str | Path) -> Solver:
-    """The solver of a prototxt, of the type that it names."""
-    return Solver(solver_file)

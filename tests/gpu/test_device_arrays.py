@@ -143,7 +143,7 @@ def test_refused_torch(comm: Communicator) -> None:
     torch = importlib.import_module("torch")
     x = torch.ones(8, device="cuda")
     for bad, text in (
-        (x.to(torch.complex64), "dtype torch.complex64"),
+        (x.to(torch.complex32), "dtype torch.complex32"),
         (torch.ones(8, device="cuda", requires_grad=True), "requires a gradient"),
         (x.to_sparse(), "Tensor"),
     ):

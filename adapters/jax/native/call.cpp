@@ -13,15 +13,21 @@ struct KnownDtype {
 };
 
 const KnownDtype& known_dtype(DataType dtype) {
-  static constexpr KnownDtype kKnown[] = {
-      {DataType::kBool, 1, MR_BOOL},         {DataType::kInt8, 1, MR_INT8},
-      {DataType::kUInt8, 1, MR_UINT8},       {DataType::kInt16, 2, MR_INT16},
-      {DataType::kUInt16, 2, MR_UINT16},     {DataType::kInt32, 4, MR_INT32},
-      {DataType::kUInt32, 4, MR_UINT32},     {DataType::kInt64, 8, MR_INT64},
-      {DataType::kUInt64, 8, MR_UINT64},     {DataType::kFloat16, 2, MR_FLOAT16},
-      {DataType::kBFloat16, 2, MR_BFLOAT16}, {DataType::kFloat32, 4, MR_FLOAT32},
-      {DataType::kFloat64, 8, MR_FLOAT64},   {DataType::kComplex64, 8, -1},
-      {DataType::kComplex128, 16, -1}};
+  static constexpr KnownDtype kKnown[] = {{DataType::kBool, 1, MR_BOOL},
+                                          {DataType::kInt8, 1, MR_INT8},
+                                          {DataType::kUInt8, 1, MR_UINT8},
+                                          {DataType::kInt16, 2, MR_INT16},
+                                          {DataType::kUInt16, 2, MR_UINT16},
+                                          {DataType::kInt32, 4, MR_INT32},
+                                          {DataType::kUInt32, 4, MR_UINT32},
+                                          {DataType::kInt64, 8, MR_INT64},
+                                          {DataType::kUInt64, 8, MR_UINT64},
+                                          {DataType::kFloat16, 2, MR_FLOAT16},
+                                          {DataType::kBFloat16, 2, MR_BFLOAT16},
+                                          {DataType::kFloat32, 4, MR_FLOAT32},
+                                          {DataType::kFloat64, 8, MR_FLOAT64},
+                                          {DataType::kComplex64, 8, MR_COMPLEX64},
+                                          {DataType::kComplex128, 16, MR_COMPLEX128}};
   static constexpr KnownDtype kUnknown{DataType::kToken, 0, -1};
   const auto* found = std::ranges::find(kKnown, dtype, &KnownDtype::dtype);
   return found != std::end(kKnown) ? *found : kUnknown;

@@ -16,10 +16,10 @@ constexpr int kMaxDims = 8;  // of mr_operation
 
 int dtype_of(int type) {
   static constexpr std::pair<int, int> kKnown[] = {
-      {kBool, MR_BOOL},     {kInt8, MR_INT8},    {kUint8, MR_UINT8},       {kInt16, MR_INT16},
-      {kUint16, MR_UINT16}, {kInt32, MR_INT32},  {kUint32, MR_UINT32},     {kInt64, MR_INT64},
-      {kUint64, MR_UINT64}, {kHalf, MR_FLOAT16}, {kBfloat16, MR_BFLOAT16}, {kFloat, MR_FLOAT32},
-      {kDouble, MR_FLOAT64}};
+      {kBool, MR_BOOL},      {kInt8, MR_INT8},           {kUint8, MR_UINT8},          {kInt16, MR_INT16},
+      {kUint16, MR_UINT16},  {kInt32, MR_INT32},         {kUint32, MR_UINT32},        {kInt64, MR_INT64},
+      {kUint64, MR_UINT64},  {kHalf, MR_FLOAT16},        {kBfloat16, MR_BFLOAT16},    {kFloat, MR_FLOAT32},
+      {kDouble, MR_FLOAT64}, {kComplex64, MR_COMPLEX64}, {kComplex128, MR_COMPLEX128}};
   const auto* found = std::ranges::find(kKnown, type, &std::pair<int, int>::first);
   return found != std::end(kKnown) ? found->second : -1;
 }

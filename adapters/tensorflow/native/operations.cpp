@@ -11,8 +11,9 @@
 namespace multiring::tensorflow {
 namespace {
 
-#define MULTIRING_TYPES \
-  "{bool, int8, uint8, int16, uint16, int32, uint32, int64, uint64, half, bfloat16, float, double}"
+#define MULTIRING_TYPES                                                                              \
+  "{bool, int8, uint8, int16, uint16, int32, uint32, int64, uint64, half, bfloat16, float, double, " \
+  "complex64, complex128}"
 
 void same_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
   TF_ShapeHandle* shape = api.TF_NewShapeHandle();

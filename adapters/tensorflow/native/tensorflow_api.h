@@ -29,10 +29,12 @@ enum DataType {
   kUint8 = 4,
   kInt16 = 5,
   kInt8 = 6,
+  kComplex64 = 8,
   kInt64 = 9,
   kBool = 10,
   kBfloat16 = 14,
   kUint16 = 17,
+  kComplex128 = 18,
   kHalf = 19,
   kUint32 = 22,
   kUint64 = 23

@@ -13,10 +13,10 @@ struct DTypeInfo {
 };
 
 constexpr DTypeInfo kInfo[kDTypeCount] = {
-    {1, "bool", false},   {1, "int8", false},   {1, "uint8", false},   {2, "int16", false},
-    {2, "uint16", false}, {4, "int32", false},  {4, "uint32", false},  {8, "int64", false},
-    {8, "uint64", false}, {2, "float16", true}, {2, "bfloat16", true}, {4, "float32", true},
-    {8, "float64", true},
+    {1, "bool", false},   {1, "int8", false},     {1, "uint8", false},      {2, "int16", false},
+    {2, "uint16", false}, {4, "int32", false},    {4, "uint32", false},     {8, "int64", false},
+    {8, "uint64", false}, {2, "float16", true},   {2, "bfloat16", true},    {4, "float32", true},
+    {8, "float64", true}, {8, "complex64", true}, {16, "complex128", true},
 };
 
 const DTypeInfo& info(DType dtype) {

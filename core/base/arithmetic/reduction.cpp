@@ -36,6 +36,10 @@ void check(DType dtype, const Reduction& reduction, std::span<const void* const>
     throw std::invalid_argument(std::string("reduce() has no ") + reduce_op_name(reduction.op) + " of " +
                                 dtype_name(dtype));
   }
+  if (is_complex(dtype) && !has_complex(reduction.op)) {
+    throw std::invalid_argument(std::string("reduce() has no ") + reduce_op_name(reduction.op) + " of " +
+                                dtype_name(dtype));
+  }
   if (reduction.prescale == 1.0 && reduction.postscale == 1.0) return;
   if (dtype == DType::kBool) {
     throw std::invalid_argument("bool cannot be scaled; convert to another dtype first");
@@ -66,7 +70,7 @@ void run(const ReduceKernels& kernels, DType dtype, const Reduction& reduction,
                       .input_count = inputs.size(),
                       .outputs = outputs.data(),
                       .output_count = outputs.size(),
-                      .count = count,
+                      .count = is_complex(dtype) ? 2 * count : count,
                       .prescale = reduction.prescale,
                       .postscale = reduction.postscale,
                       .divisor = divisor};

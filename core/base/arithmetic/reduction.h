@@ -22,6 +22,10 @@ enum class ReduceOp : std::uint8_t {
 };
 inline constexpr int kReduceOpCount = 8;
 constexpr bool is_bitwise(ReduceOp op) { return op >= ReduceOp::kBitwiseAnd; }
+/// Whether complex numbers can be reduced by it: they have no order.
+constexpr bool has_complex(ReduceOp op) {
+  return op == ReduceOp::kSum || op == ReduceOp::kAverage || op == ReduceOp::kProduct;
+}
 
 MULTIRING_API const char* reduce_op_name(ReduceOp op);
 
@@ -33,7 +37,9 @@ MULTIRING_API const char* reduce_op_name(ReduceOp op);
 /// sums wrap. Bool: sum and max are "or", product and min are "and"; average and scale factors are not
 /// defined. The bitwise operations are those of integers and bool, without scale factors. Min and max give
 /// NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN that is computed is the
-/// positive quiet one of its type, since which payload an addition keeps differs between processors.
+/// positive quiet one of its type, since which payload an addition keeps differs between processors. Complex
+/// numbers have sum, average and product; scale factors multiply both parts, and each part of a result has
+/// its NaN.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
@@ -51,8 +57,8 @@ struct Reduction {
 /// or the processor.
 ///
 /// Rounding mode and denormals are those of the standard while it runs, whatever the thread has set.
-/// Raises std::invalid_argument for no inputs, for what is not defined for bool or bitwise, and for averages
-/// of integers, which take a wider type than theirs (collective/sums/integer_average.h).
+/// Raises std::invalid_argument for no inputs, for what is not defined for bool, complex numbers or bitwise,
+/// and for averages of integers, which take a wider type than theirs (collective/sums/integer_average.h).
 ///
 /// An output may be the same buffer as an input; buffers must not overlap otherwise. `count` may be 0.
 MULTIRING_API void reduce(DType dtype, const Reduction& reduction, std::span<const void* const> inputs,

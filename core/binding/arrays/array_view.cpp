@@ -35,10 +35,18 @@ std::optional<DType> floating_dtype(std::size_t bytes) {
   return std::nullopt;
 }
 
-/// struct-module format of one element; native byte order only.
+std::optional<DType> complex_dtype(std::size_t bytes) {
+  if (bytes == 8) return DType::kComplex64;
+  if (bytes == 16) return DType::kComplex128;
+  return std::nullopt;
+}
+
+/// struct-module format of one element; native byte order only. NumPy's complex numbers are "Zf" and "Zd".
 std::optional<DType> format_dtype(const char* format, std::size_t bytes) {
   if (format == nullptr) return DType::kUInt8;
   if (*format == '@' || *format == '=' || *format == '<') ++format;
+  if (format[0] == 'Z' && (format[1] == 'f' || format[1] == 'd') && format[2] == '\0')
+    return complex_dtype(bytes);
   if (format[0] == '\0' || format[1] != '\0') return std::nullopt;
   const char letter = format[0];
   if (letter == '?') return DType::kBool;
@@ -52,9 +60,8 @@ std::optional<DType> format_dtype(const char* format, std::size_t bytes) {
   std::string dtype = "?";
   if (py::hasattr(object, "dtype")) dtype = py::str(object.attr("dtype"));
   throw_usage("an array of type " + type_name(object) + " has dtype " + dtype +
-              "; supported are bool, int8 to int64, uint8 to uint64, float16, bfloat16, float32 and float64 "
-              "in native "
-              "byte order. Convert it first.");
+              "; supported are bool, int8 to int64, uint8 to uint64, float16, bfloat16, float32, "
+              "float64, complex64 and complex128 in native byte order. Convert it first.");
 }
 
 [[noreturn]] void throw_device(py::handle object, const std::string& why) {
@@ -71,6 +78,7 @@ std::shared_ptr<Devices> devices_for(py::handle object) {
 
 /// Of a "typestr" of the array interfaces: byte order, kind, bytes.
 std::optional<DType> typestr_dtype(const std::string& text) {
+  if (text == "<c16") return DType::kComplex128;
   if (text.size() != 3 || (text[0] != '<' && text[0] != '|') || text[2] < '1' || text[2] > '8')
     return std::nullopt;
   const auto bytes = static_cast<std::size_t>(text[2] - '0');
@@ -83,6 +91,8 @@ std::optional<DType> typestr_dtype(const std::string& text) {
       return integer_dtype(false, bytes);
     case 'f':
       return floating_dtype(bytes);
+    case 'c':
+      return complex_dtype(bytes);
     default:
       return std::nullopt;
   }
@@ -107,6 +117,8 @@ std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
       return floating_dtype(bytes);
     case dlpack::kBfloat:
       return bytes == 2 ? std::optional(DType::kBFloat16) : std::nullopt;
+    case dlpack::kComplex:
+      return complex_dtype(bytes);
     case dlpack::kBool:
       return bytes == 1 ? std::optional(DType::kBool) : std::nullopt;
     default:
@@ -148,6 +160,7 @@ ArrayView& ArrayView::operator=(ArrayView&& other) noexcept {
   count_ = other.count_;
   contiguous_ = other.contiguous_;
   is_negated_ = other.is_negated_;
+  is_conjugated_ = other.is_conjugated_;
   return *this;
 }
 
@@ -192,15 +205,19 @@ void ArrayView::take_dlpack(py::handle object, bool writable) {
     return take_tensor(object, shared_->tensor);
   }
   is_negated_ = holds_negatives(object.ptr());
-  if (is_negated_) contiguous_ = false;
+  is_conjugated_ = holds_conjugates(object.ptr());
+  if (is_negated_ || is_conjugated_) contiguous_ = false;
+  // Conjugates are not exported by DLPack; the conjugate of them is a view of the same memory.
+  const py::object plain =
+      is_conjugated_ ? object.attr("conj")() : py::reinterpret_borrow<py::object>(object);
   std::int32_t type = 0;
   Buffer where{.kind = MemoryKind::kDevice};
   try {
-    const auto device = object.attr("__dlpack_device__")().cast<py::tuple>();
+    const auto device = plain.attr("__dlpack_device__")().cast<py::tuple>();
     type = device[0].cast<std::int32_t>();
     where.device = device[1].cast<int>();
     const bool is_on_host = type == dlpack::kCpu || type == dlpack::kCudaHost || type == dlpack::kRocmHost;
-    if (is_on_host) owner_ = object.attr("__dlpack__")();
+    if (is_on_host) owner_ = plain.attr("__dlpack__")();
   } catch (py::error_already_set& error) {
     throw_usage("cannot take an array of type " + type_name(object) + ": " +
                 std::string(py::str(error.value())) +
@@ -219,7 +236,7 @@ void ArrayView::take_dlpack(py::handle object, bool writable) {
     throw_device(object, type == dlpack::kRocm ? "it is ROCm's, and this process uses CUDA's driver"
                                                : "it is CUDA's, and this process uses HIP");
   if (type == dlpack::kCudaManaged) where.kind = MemoryKind::kManaged;
-  take_from_device(object, writable, where, *devices);
+  take_from_device(plain, writable, where, *devices);
 }
 
 void ArrayView::take_capsule(py::handle object) {
@@ -333,7 +350,9 @@ void ArrayView::require_memory(py::handle object) {
 }
 
 StridedView ArrayView::described() const {
-  StridedView view{.data = memory_.address, .dtype = dtype_, .dims = dims_, .is_negated = is_negated_};
+  StridedView view{.data = memory_.address, .dtype = dtype_, .dims = dims_};
+  view.is_negated = is_negated_;
+  view.is_conjugated = is_conjugated_;
   for (std::size_t dim = 0; dim < static_cast<std::size_t>(dims_); ++dim) {
     view.shape[dim] = static_cast<std::int64_t>(shape_[dim]);
     view.strides[dim] = strides_[dim];

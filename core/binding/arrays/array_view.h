@@ -71,6 +71,7 @@ class ArrayView {
   std::uint64_t count_ = 0;
   bool contiguous_ = true;
   bool is_negated_ = false;
+  bool is_conjugated_ = false;
 };
 
 /// Of an element that the core can reduce.

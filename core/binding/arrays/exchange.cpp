@@ -50,7 +50,8 @@ bool describe(const dlpack::ExchangeApi* api, PyObject* object, dlpack::Tensor* 
     PyErr_Clear();  // sparse, or on a device that DLPack does not know
     return false;
   }
-  return tensor->device.type == dlpack::kCpu && !holds_negatives(object);
+  return tensor->device.type == dlpack::kCpu && !holds_negatives(object) &&
+         !(tensor->dtype.code == dlpack::kComplex && holds_conjugates(object));
 }
 
 }  // namespace
@@ -58,6 +59,11 @@ bool describe(const dlpack::ExchangeApi* api, PyObject* object, dlpack::Tensor* 
 bool holds_negatives(PyObject* object) {
   static PyObject* const name = interned("is_neg");
   return is_true(object, name, true);
+}
+
+bool holds_conjugates(PyObject* object) {
+  static PyObject* const name = interned("is_conj");
+  return has_attribute(object, name) && is_true(object, name, true);
 }
 
 std::optional<Storage> storage_of(PyObject* object) {

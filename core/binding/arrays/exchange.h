@@ -13,6 +13,8 @@ namespace multiring::binding {
 
 /// Whether the memory holds the negatives of the elements, of which DLPack does not tell.
 bool holds_negatives(PyObject* object);
+/// Whether the memory of a tensor of complex numbers holds their conjugates.
+bool holds_conjugates(PyObject* object);
 
 /// The memory that a tensor's storage has now, of which the tensor's own extents do not tell.
 struct Storage {

@@ -31,6 +31,8 @@ std::optional<DType> numpy_dtype(int type_num) {
       {Api::NPY_ULONG_, sizeof(long) == 8 ? DType::kUInt64 : DType::kUInt32},
       {Api::NPY_FLOAT_, DType::kFloat32},
       {Api::NPY_DOUBLE_, DType::kFloat64},
+      {Api::NPY_CFLOAT_, DType::kComplex64},
+      {Api::NPY_CDOUBLE_, DType::kComplex128},
       {23, DType::kFloat16}};  // NPY_HALF, which pybind11 does not name
   for (const auto& [number, dtype] : kKnown)
     if (number == type_num) return dtype;

@@ -33,6 +33,7 @@ dlpack::DataType dlpack_type(DType dtype) {
   const auto code = name == "bool"              ? dlpack::kBool
                     : name == "bfloat16"        ? dlpack::kBfloat
                     : name.starts_with("float") ? dlpack::kFloat
+                    : is_complex(dtype)         ? dlpack::kComplex
                     : name.starts_with("uint")  ? dlpack::kUInt
                                                 : dlpack::kInt;
   return {code, bits, 1};

@@ -40,7 +40,9 @@ typedef enum mr_dtype {
   MR_FLOAT16 = 9,
   MR_BFLOAT16 = 10,
   MR_FLOAT32 = 11,
-  MR_FLOAT64 = 12
+  MR_FLOAT64 = 12,
+  MR_COMPLEX64 = 13, /* pairs of a real and an imaginary part */
+  MR_COMPLEX128 = 14
 } mr_dtype;
 
 typedef enum mr_reduce_op {

@@ -74,9 +74,10 @@ bool peers_have(const Descriptor& descriptor) {
     case OpKind::kBroadcast:
     case OpKind::kAlltoall:
     case OpKind::kGather:
+      return true;
     case OpKind::kAllreduce:
     case OpKind::kReduceScatter:
-      return true;
+      return !is_complex(descriptor.dtype);  // has no kernel
     default:
       return false;
   }

@@ -52,7 +52,7 @@ class SocketMesh {
   struct Hello;
 
   Hello my_hello() const;
-  /// Of an error in init that concerns a peer.
+  /// Returns the context of an error in init that concerns a peer.
   ErrorContext context_of_init(int peer) const;
   void connect_all(Store& store, const WaitOptions& waiting);
   std::string look_up(Store& store, int peer, const WaitOptions& waiting) const;

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "accumulation_of"]
 
 _DENSE = (
     "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False; "
@@ -74,6 +74,20 @@ class Accumulation:
         with tf.control_dependencies(_operations([count])):
             return tf.cond(tf.equal(self._count, self.passes), apply_now, skip_now)
 
+    def values(self) -> list[Any] | None:
+        """Return the sums of this rank, and how many passes are in them; None: there were no passes."""
+        return None if self._count is None else [each.numpy() for each in self._all()]
+
+    def restore(self, values: list[Any] | None) -> None:
+        """Go back to what `values` has returned."""
+        if self._count is None:
+            return
+        for variable, value in zip(self._all(), values or [0] * len(self._all()), strict=True):
+            variable.assign(tf.broadcast_to(tf.cast(value, variable.dtype), variable.shape))
+
+    def _all(self) -> list[Any]:
+        return [self._count, *(total for total in self._sums if total is not None)]
+
     def _make(self, gradients: Sequence[Any]) -> None:
         with tf.init_scope():
             self._count = tf.Variable(0, trainable=False, name="backward_passes")
@@ -104,11 +118,20 @@ class Accumulation:
     def _apply(self, gradients: Sequence[Any], apply: Callable[[list[Any]], Any]) -> Any:
         divisor = self.passes if self._averages else 1
         means = [None if total is None else total.read_value() / divisor for total in self._sums]
-        with tf.control_dependencies(_operations([apply(means)])):
+        # First, for `apply` may raise: what was added up is lost then, as a gradient is without passes.
+        with tf.control_dependencies(_operations(means)):
             zeroed = [total.assign(tf.zeros_like(total)) for total, _ in self._pairs(gradients)]
             zeroed.append(self._count.assign(0))
         with tf.control_dependencies(_operations(zeroed)):
+            applied = apply(means)
+        with tf.control_dependencies(_operations([applied])):
             return tf.constant(True)
+
+
+def accumulation_of(optimizer: Any) -> Accumulation | None:
+    """Return the sums that an optimizer of Keras keeps; None: it is none of ours, or has no passes yet."""
+    parts = getattr(optimizer, "__dict__", {}).get("_horovod")
+    return None if parts is None else parts.accumulation
 
 
 def _operations(results: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,8 @@ import tensorflow as tf
 from multiring.horovod.elastic import HostsUpdatedInterrupt, ObjectState, State, reset, run_again
 from multiring.horovod.exceptions import HorovodInternalError
 from multiring.horovod.objects import broadcast_object
-from multiring.horovod.tensorflow.functions import optimizer_variables
+from multiring.horovod.tensorflow.accumulation import accumulation_of
+from multiring.horovod.tensorflow.functions import build_optimizer, optimizer_variables
 
 __all__ = [
     "HostsUpdatedInterrupt",
@@ -98,11 +99,32 @@ class TensorFlowKerasState(_VariablesState):
         """Of a model, with the optimizer that it was compiled with by default; `backend` is ignored."""
         self.model = model
         self.optimizer = optimizer or getattr(model, "optimizer", None)
-        build = getattr(self.optimizer, "build", None)
-        if build is not None and model.built:
-            build(model.trainable_variables)  # or there would be nothing to restore
+        if self.optimizer is not None and model.built:  # or there would be nothing to restore
+            build_optimizer(self.optimizer, model.trainable_variables)
+        self._sums = self._partial_sums()
         super().__init__(**kwargs)
         self._saved = self._values()
+
+    def save(self) -> None:
+        """Keeps all of it in memory, and the gradients that were added up since the optimizer's last step."""
+        self._sums = self._partial_sums()
+        super().save()
+
+    def restore(self) -> None:
+        """Goes back to what was saved."""
+        super().restore()
+        accumulation = accumulation_of(self.optimizer)
+        if accumulation is not None:
+            accumulation.restore(self._sums)
+
+    def sync(self) -> None:
+        """Gives all ranks what rank 0 has, but for gradients: each rank keeps those that it has added up."""
+        super().sync()
+        self._sums = self._partial_sums()
+
+    def _partial_sums(self) -> list[Any] | None:
+        accumulation = accumulation_of(self.optimizer)
+        return None if accumulation is None else accumulation.values()
 
     def _variables(self) -> list[Any]:
         found = list(self.model.weights)

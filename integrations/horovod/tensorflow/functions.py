@@ -123,6 +123,14 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     return list(found() if callable(found) else found)
 
 
+def build_optimizer(optimizer: Any, variables: list[Any]) -> None:
+    """Make the variables that an optimizer of Keras 3 or of tf_keras has for a model's."""
+    # Legacy optimizers of tf_keras make them with the first step, by a method of theirs.
+    build = getattr(optimizer, "build", None) or getattr(optimizer, "_create_all_weights", None)
+    if build is not None:
+        build(variables)
+
+
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from multiring.horovod.basics import process_set_of_ranks
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Sum
 from multiring.horovod.tensorflow.collectives import allreduce
@@ -16,8 +18,10 @@ __all__ = ["SyncBatchNormalization"]
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
     """`tf.keras.layers.BatchNormalization` that normalises with the moments of the batches of all ranks."""
 
-    def __init__(self, *args: Any, process_set: ProcessSet = global_process_set, **options: Any) -> None:
-        """As that layer; of the ranks of a process set.
+    def __init__(
+        self, *args: Any, process_set: ProcessSet | Sequence[int] = global_process_set, **options: Any
+    ) -> None:
+        """As that layer; of the ranks of a process set, or of the registered one of these ranks.
 
         Raises:
             ValueError: Options that there are for one process only.
@@ -28,6 +32,13 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
             options["fused"] = False
         super().__init__(*args, **options)
         self._process_set = process_set
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes such a layer again; a process set by its ranks."""
+        config: dict[str, Any] = super().get_config()
+        if self._process_set != global_process_set:
+            config["process_set"] = list(_ranks_of(self._process_set))
+        return config
 
     def _moments(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Mean and variance over all ranks. With a mask, or of tf_keras, of this rank's moments; the ranks
@@ -54,7 +65,13 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         )
 
     def _summed(self, values: Any) -> Any:
+        if not isinstance(self._process_set, ProcessSet):
+            self._process_set = process_set_of_ranks(self._process_set)
         return allreduce(values, op=Sum, process_set=self._process_set)
+
+
+def _ranks_of(process_set: ProcessSet | Sequence[int]) -> Sequence[int]:
+    return process_set.ranks or () if isinstance(process_set, ProcessSet) else process_set
 
 
 def _is_of_tf_keras() -> bool:

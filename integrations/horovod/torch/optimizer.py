@@ -25,6 +25,7 @@ __all__ = ["DistributedOptimizer"]
 
 Parameter = torch.Tensor
 Groups = int | Sequence[Sequence[Parameter]] | None
+PartialGradients = dict[Parameter, tuple[torch.Tensor | None, int]]
 
 _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -152,13 +153,25 @@ class _Distributed(torch.optim.Optimizer):
         """As the wrapped class. Gradients that have not led to a step are forgotten."""
         for started in self._reductions:
             forget(started.handle)
-            for each in started.submitted:
-                each.parameter.grad = None  # the reduction may still write to its memory
+        for parameter in self._passes:
+            parameter.grad = None  # a reduction may still write to its memory
         self._reductions = []
         self._reduced.clear()
         self._passes.clear()
         self._is_synchronized, self._synchronizes = False, True
         load_shared(self, super().load_state_dict, state_dict)
+
+    def partial_gradients(self) -> PartialGradients:
+        """Return, of each parameter, copies of what backward passes have added up and no reduction has taken,
+        and how many passes these were."""
+        waiting = {p: passes for p, passes in self._passes.items() if p not in self._reduced}
+        return {p: (None if p.grad is None else p.grad.clone(), passes) for p, passes in waiting.items()}
+
+    def restore_partial_gradients(self, partial: PartialGradients) -> None:
+        """Go on from what `partial_gradients` has returned, after `load_state_dict`."""
+        for parameter, (gradient, passes) in partial.items():
+            parameter.grad = None if gradient is None else gradient.clone()
+            self._passes[parameter] = passes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NOT_PICKLED)

@@ -63,8 +63,8 @@ class Submitted(NamedTuple):
         gradient: The gradient that it had then.
         version: Count of writes to that gradient by then; None: it counts writes to other tensors as well.
         values: A copy of its values, where its version is None.
-        is_replaced: Whether another tensor, if another one is reduced, takes the gradient's place; otherwise
-            it is copied into the gradient.
+        is_replaced: Whether another tensor, if another one is reduced, takes the place of a gradient that
+            autograd has made; otherwise it is copied into the gradient.
     """
 
     parameter: Tensor
@@ -88,11 +88,11 @@ class Submitted(NamedTuple):
         assert gradient is not None
         if gradient.is_sparse:
             values = gradient.to_dense() if is_dense else gradient
-            return cls(parameter, gradient, version(gradient), None, True), values
-        if is_reducible_in_place(gradient):
-            return cls(parameter, gradient, version(gradient), None, True), gradient.contiguous()
-        values = _copy_of(gradient)
+            return cls(parameter, gradient, version(gradient), None, False), values
         is_replaced = is_replaceable(gradient, incoming)
+        if is_reducible_in_place(gradient):
+            return cls(parameter, gradient, version(gradient), None, is_replaced), gradient.contiguous()
+        values = _copy_of(gradient)
         return cls(parameter, gradient, None, values.clone(), is_replaced), values
 
     def is_changed(self) -> bool:

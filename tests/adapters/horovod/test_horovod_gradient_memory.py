@@ -52,6 +52,45 @@ MEMORY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", MEMORY)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels last"])
+@with_hvd()
+def test_the_program_owns_the_tensor_that_it_has_put_there(
+    comm: Communicator, layout: str, what: str
+) -> None:
+    """Its own zero_ and its own gradients count in the next step, and it finds the results there."""
+    values = torch.zeros(2, 3, 2, 2)
+    if layout == "transposed":
+        values = values.transpose(0, 1)
+    elif layout == "channels last":
+        values = values.to(memory_format=torch.channels_last)
+    own = [nn.Parameter(values)]
+    optimizer = distributed(own, **MEMORY[what])
+    mine = own[0].grad = torch.zeros_like(own[0])
+    reduced = 3.0 if what == "sum" else 1.5
+    for step in range(1, 3):
+        mine.zero_()
+        (own[0].sum() * (comm.rank + 1)).backward()
+        optimizer.step()
+        assert own[0].grad is mine
+        assert mine.unique().tolist() == [reduced]
+        assert own[0].unique().tolist() == [-step * reduced]
+    mine.fill_(comm.rank + 1.0)
+    optimizer.step()
+    assert mine.unique().tolist() == [reduced]
+
+
+@with_hvd()
+def test_a_sparse_gradient_of_the_program(comm: Communicator) -> None:
+    own = parameters((3, 2))
+    optimizer = distributed(own)
+    mine = torch.sparse_coo_tensor([[comm.rank]], [[2.0, 4.0]], (3, 2))
+    own[0].grad = mine
+    optimizer.step()
+    assert own[0].grad is mine
+    assert mine.to_dense().tolist() == [[1.0, 2.0], [1.0, 2.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("what", MEMORY)
 @with_hvd()
 def test_two_parameters_with_one_gradient(comm: Communicator, what: str) -> None:
     """Autograd gives both the memory that comes from the product."""

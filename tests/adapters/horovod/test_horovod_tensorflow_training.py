@@ -158,33 +158,6 @@ def test_adasum_in_sessions(comm: Communicator, by_reference: bool) -> None:
 
 
 @with_hvd()
-def test_batch_normalisation_in_float64(comm: Communicator) -> None:
-    whole = np.random.default_rng(1).standard_normal((8, 3)) * 3 + 50
-    layer, alone = (
-        make(dtype="float64") for make in (hvt.SyncBatchNormalization, tf.keras.layers.BatchNormalization)
-    )
-    found = layer(whole[4 * comm.rank : 4 * comm.rank + 4], training=True)
-    expected = alone(whole, training=True)[4 * comm.rank : 4 * comm.rank + 4]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-
-
-@with_hvd()
-def test_batch_normalisation_over_all_ranks(comm: Communicator) -> None:
-    whole = tf.random.stateless_normal([8, 3], [1, 2]) * 3 + 100
-    factors = tf.random.stateless_normal([8, 3], [3, 4])
-    mine = slice(0, 2) if comm.rank == 0 else slice(2, 8)
-    layer, reference = hvt.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
-    own, all_of_it = tf.Variable(whole[mine]), tf.Variable(whole)
-    with tf.GradientTape(persistent=True) as tape:
-        out = layer(own, training=True)
-        expected = reference(all_of_it, training=True)
-        loss, other = tf.reduce_sum(out * factors[mine]), tf.reduce_sum(expected * factors)
-    np.testing.assert_allclose(out, expected[mine], atol=1e-4)
-    np.testing.assert_allclose(tape.gradient(loss, own), tape.gradient(other, all_of_it)[mine], atol=1e-4)
-    np.testing.assert_allclose(layer.moving_variance, reference.moving_variance, rtol=1e-4)
-
-
-@with_hvd()
 def test_state_is_restored(comm: Communicator) -> None:
     variable = tf.Variable(float(comm.rank))
     state = hvt.elastic.TensorFlowState([variable], step=comm.rank)

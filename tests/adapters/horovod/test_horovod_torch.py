@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,24 @@ def test_what_is_refused(comm: Communicator) -> None:
     if comm.rank != 0:
         handle = hvd.allreduce_async(torch.ones(2), name="x", op=hvd.Sum)
     assert hvd.synchronize(handle).tolist() == [comm.size] * 2
+
+
+@with_hvd()
+def test_two_threads_without_names(comm: Communicator) -> None:
+    """Nothing orders their calls, so ranks could give one another the wrong tensors."""
+    first = None
+    if comm.rank == 0:
+        first = hvd.allreduce_async(torch.ones(2))
+        with (
+            ThreadPoolExecutor(1) as other,
+            pytest.raises(ValueError, match="rank 0: two threads.*the same name"),
+        ):
+            other.submit(hvd.allreduce, torch.ones(2)).result()
+    comm.barrier()
+    found = hvd.allreduce(torch.ones(2)) if first is None else hvd.synchronize(first)
+    assert found.tolist() == [1.0] * 2
+    with ThreadPoolExecutor(1) as other:  # one after the other
+        assert other.submit(hvd.allreduce, torch.full((2,), float(comm.rank))).result().tolist() == [0.5] * 2
 
 
 @with_hvd(3)

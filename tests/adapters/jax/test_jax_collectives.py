@@ -32,7 +32,7 @@ def of_all(comm: Communicator, shape: tuple[int, ...] = (2, 3)) -> Any:
 def test_allreduce_of_all_dtypes_and_reductions(comm: Communicator) -> None:
     wanted, mine = of_all(comm).sum(0), jnp.asarray(values(comm.rank))
     integers = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-    floats = ("float16", "bfloat16", "float32", "float64")
+    floats = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
     reductions = {"min": np.min, "max": np.max, "product": np.prod}
 
     @jax.jit  # one program, since each takes a while to compile
@@ -46,7 +46,7 @@ def test_allreduce_of_all_dtypes_and_reductions(comm: Communicator) -> None:
     for found in sums:
         np.testing.assert_array_equal(found, wanted)
     for found in scaled:
-        np.testing.assert_array_equal(found.astype("float64"), wanted / 2)
+        np.testing.assert_array_equal(found.astype("complex128"), wanted / 2)
     for found, function in zip(others, reductions.values(), strict=True):
         np.testing.assert_array_equal(found, function(of_all(comm), axis=0))
     np.testing.assert_array_equal(mj.allreduce(comm.rank, "average"), (comm.size - 1) // 2)
@@ -86,15 +86,18 @@ def test_collectives_of_rows(comm: Communicator) -> None:
 
 
 @on_ranks(3)
-def test_gradients_are_those_of_one_process(comm: Communicator) -> None:
+@pytest.mark.parametrize("factor", [1.0, 1.0 + 2.0j], ids=["real", "complex"])
+def test_gradients_are_those_of_one_process(comm: Communicator, factor: complex) -> None:
     """Against a function of all ranks' inputs that adds up what each rank computes of its result."""
     rank, size = comm.rank, comm.size
     weights = [np.random.default_rng(10 + r).standard_normal(40) for r in range(size)]
-    inputs = [np.random.default_rng(r).standard_normal((5, 2)) for r in range(size)]
+    inputs = [factor * np.random.default_rng(r).standard_normal((5, 2)) for r in range(size)]
     blocks = partial(jnp.array_split, indices_or_sections=size)
 
     def after(results: list[Any]) -> Any:
-        return sum(jnp.sum(jnp.sin(y).ravel() * w[: y.size]) for y, w in zip(results, weights, strict=True))
+        return sum(
+            jnp.sum(jnp.sin(y).real.ravel() * w[: y.size]) for y, w in zip(results, weights, strict=True)
+        )
 
     def exchanged(xs: list[Any]) -> list[Any]:
         return [jnp.concatenate(parts) for parts in zip(*map(blocks, xs), strict=True)]
@@ -111,7 +114,7 @@ def test_gradients_are_those_of_one_process(comm: Communicator) -> None:
 
     def loss(ours: Callable[[Any], Any], x: Any) -> Any:
         y = ours(x)
-        return jnp.sum(jnp.sin(y).ravel() * weights[rank][: y.size])
+        return jnp.sum(jnp.sin(y).real.ravel() * weights[rank][: y.size])
 
     found = jax.jit(lambda x: [jax.grad(partial(loss, ours))(x) for ours, _ in cases.values()])(inputs[rank])
     wanted = jax.jit(

@@ -90,7 +90,7 @@ def test_refused(comm: Communicator) -> None:
     refused: dict[str, Callable[[], Any]] = {
         r"op is 'mean'; accepted: sum, average": lambda: mj.allreduce(x, "mean"),
         "gradients take 'average' or 'sum'": lambda: mj.average_gradients({"a": x}, op="max"),
-        "complex64, which cannot travel": lambda: mj.allreduce(jnp.ones(2, jnp.complex64)),
+        "float8_e5m2, which cannot travel": lambda: mj.allreduce(jnp.ones(2, jnp.float8_e5m2)),
         "root is 2; pass a rank from 0 to 1": lambda: mj.broadcast(x, 2),
         r"lengths are \(1, 1\)": lambda: mj.allgather(x, [1, 1]),
         "both splits and received": lambda: mj.alltoall(x, [2, 2]),

@@ -21,6 +21,15 @@ INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uin
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 
 
+def _value_and_gradient(reduce: Any, tensor: Any) -> Any:
+    """What `reduce` makes of a tensor, and the gradient of the sum of its real parts."""
+    with tf.GradientTape() as tape:
+        tape.watch(tensor)
+        total = reduce(tensor)
+        loss = tf.reduce_sum(tf.math.real(total))
+    return total, tape.gradient(loss, tensor)
+
+
 @on_ranks(3)
 def test_reductions(comm: Communicator) -> None:
     own = np.array([[1, 2, 3], [4, 5, 6]])
@@ -31,6 +40,12 @@ def test_reductions(comm: Communicator) -> None:
         np.testing.assert_array_equal(tf.cast(total, tf.int64), sum(own + rank for rank in range(comm.size)))
         highest = mt.allreduce(tensor, "max", comm=comm)
         np.testing.assert_array_equal(tf.cast(highest, tf.int64), own + comm.size - 1)
+    for dtype in ("complex64", "complex128"):
+        tensor = tf.constant(own + 1j * comm.rank, dtype)
+        wanted = comm.size * own + 1j * sum(range(comm.size))
+        total, gradient = _value_and_gradient(lambda x: mt.allreduce(x, comm=comm), tensor)
+        np.testing.assert_array_equal(total, wanted)
+        np.testing.assert_array_equal(gradient, comm.size * np.ones_like(wanted))
     flag = tf.constant([True, comm.rank == 0, False])
     np.testing.assert_array_equal(mt.allreduce(flag, "max", comm=comm), [True, True, False])
     np.testing.assert_array_equal(mt.allreduce(flag, "min", comm=comm), [True, comm.size == 1, False])

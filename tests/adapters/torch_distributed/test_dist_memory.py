@@ -154,6 +154,30 @@ def test_one_tensor_twice_under_the_coalescing_manager(comm: Communicator) -> No
         assert tensor.tolist() == [4.0] * 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@with_world()
+def test_a_sparse_tensor_without_entries_twice_in_flight(comm: Communicator, dtype: torch.dtype) -> None:
+    """It has no memory by which the second operation could be told from others."""
+    dense = torch.tensor([0, 3 * comm.rank, 0], dtype=dtype)
+    sparse = dense.to_sparse()
+    assert sparse._nnz() == comm.rank
+    works = [dist.all_reduce(sparse, async_op=True) for _ in range(3)]
+    for work in works:
+        work.wait()
+    assert sparse.to_dense().tolist() == [0, 12, 0]
+
+
+@with_world()
+def test_derived_tensors_of_dtypes_that_the_core_does_not_know(comm: Communicator) -> None:
+    class Derived(torch.Tensor):
+        pass
+
+    for dtype in (torch.float8_e4m3fn, torch.complex64, torch.complex32):
+        tensor = torch.full((3,), comm.rank + 1.0).to(dtype).as_subclass(Derived)
+        dist.broadcast(tensor, 1)
+        assert torch.equal(tensor.as_subclass(torch.Tensor).to(torch.complex64), torch.full((3,), 2 + 0j))
+
+
 @with_world()
 def test_tensors_of_one_call_that_are_copied_keep_the_order(comm: Communicator) -> None:
     group: Any = dist.group.WORLD

@@ -10,7 +10,7 @@ namespace multiring {
 namespace {
 
 TEST(DType, Sizes) {
-  const std::size_t expected[kDTypeCount] = {1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8};
+  const std::size_t expected[kDTypeCount] = {1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 8, 16};
   for (int i = 0; i < kDTypeCount; ++i) EXPECT_EQ(dtype_size(static_cast<DType>(i)), expected[i]) << i;
 }
 
@@ -21,6 +21,7 @@ TEST(DType, NamesAreThoseOfNumPy) {
   EXPECT_STREQ(dtype_name(DType::kFloat16), "float16");
   EXPECT_STREQ(dtype_name(DType::kBFloat16), "bfloat16");
   EXPECT_STREQ(dtype_name(DType::kFloat64), "float64");
+  EXPECT_STREQ(dtype_name(DType::kComplex128), "complex128");
   std::set<std::string> names;
   for (int i = 0; i < kDTypeCount; ++i) names.insert(dtype_name(static_cast<DType>(i)));
   EXPECT_EQ(names.size(), static_cast<std::size_t>(kDTypeCount));
@@ -31,7 +32,8 @@ TEST(DType, NameTellsSizeAndKind) {
     const DType dtype = static_cast<DType>(i);
     const std::string name = dtype_name(dtype);
     EXPECT_TRUE(name.ends_with(std::to_string(8 * dtype_size(dtype)))) << name;
-    EXPECT_EQ(name.find("float") != std::string::npos, is_floating(dtype)) << name;
+    EXPECT_EQ(name.starts_with("complex"), is_complex(dtype)) << name;
+    EXPECT_EQ(name.find("float") != std::string::npos || is_complex(dtype), is_floating(dtype)) << name;
   }
   EXPECT_FALSE(is_floating(DType::kBool));
 }

@@ -106,10 +106,10 @@ void check(const Case& c, std::size_t extra, const std::vector<std::size_t>& ali
 
 using Kind = std::pair<DType, ReduceOp>;
 
-/// All that are defined.
+/// All that are defined of numbers; complex ones are below.
 std::vector<Kind> all_kinds() {
   std::vector<Kind> kinds;
-  for (int dtype = 0; dtype < kDTypeCount; ++dtype)
+  for (int dtype = 0; dtype < static_cast<int>(DType::kComplex64); ++dtype)
     for (int op = 0; op < kReduceOpCount; ++op)
       if (is_floating(static_cast<DType>(dtype)) ? !is_bitwise(static_cast<ReduceOp>(op))
                                                  : static_cast<ReduceOp>(op) != ReduceOp::kAverage)
@@ -184,6 +184,65 @@ TEST_P(EveryDTypeAndOp, SliceOfResultIsResultOfSlice) {
 INSTANTIATE_TEST_SUITE_P(Reduction, EveryDTypeAndOp, ::testing::ValuesIn(all_kinds()), [](const auto& info) {
   return std::string(dtype_name(info.param.first)) + "_" + reduce_op_name(info.param.second);
 });
+
+// ---- Complex numbers: sums are those of their parts.
+
+struct Complex {
+  DType dtype, part;
+};
+
+Bytes complex_product(DType part, const Bytes& a, const Bytes& b) {
+  // Products and sums as the oracle gives them: each is rounded once.
+  const std::size_t size = dtype_size(part);
+  const auto of = [&](const Bytes& bytes, std::size_t i) {
+    const auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(i * size);
+    return Bytes(begin, begin + static_cast<std::ptrdiff_t>(size));
+  };
+  const auto times = [&](const Bytes& x, const Bytes& y) {
+    return reduce_oracle(part, {ReduceOp::kProduct}, {x, y});
+  };
+  const auto plus = [&](const Bytes& x, const Bytes& y) { return reduce_oracle(part, {}, {x, y}); };
+  Bytes result;
+  for (std::size_t i = 0; i < a.size() / size; i += 2) {
+    const Bytes real = of(a, i), imaginary = of(a, i + 1), other_real = of(b, i), other = of(b, i + 1);
+    Bytes minus = times(imaginary, other);
+    minus.back() ^= 0x80;
+    for (const Bytes& each :
+         {plus(times(real, other_real), minus), plus(times(real, other), times(imaginary, other_real))})
+      result.insert(result.end(), each.begin(), each.end());
+  }
+  return result;
+}
+
+class ComplexTest : public ::testing::TestWithParam<Complex> {};
+
+TEST_P(ComplexTest, SumsAreThoseOfTheParts) {
+  const auto [dtype, part] = GetParam();
+  for (const std::size_t n : kInputCounts)
+    for (const std::size_t count : kCounts)
+      for (const Reduction& reduction : {Reduction{}, Reduction{ReduceOp::kAverage, 0.3, -1.7}}) {
+        Case c = make_case(part, reduction, 2 * count, n);
+        c.dtype = dtype;
+        c.count = count;
+        check(c, 1, {0});
+        if (HasFailure()) return;
+      }
+}
+
+TEST_P(ComplexTest, Products) {
+  const auto [dtype, part] = GetParam();
+  for (const std::size_t count : kCounts) {
+    Case c{dtype, {ReduceOp::kProduct}, count, {}, {}};
+    for (std::uint32_t k = 0; k < 3; ++k) c.inputs.push_back(random_elements(part, 2 * count, k, false));
+    c.expected = complex_product(part, complex_product(part, c.inputs[0], c.inputs[1]), c.inputs[2]);
+    check(c, 1, {2});
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Reduction, ComplexTest,
+                         ::testing::Values(Complex{DType::kComplex64, DType::kFloat32},
+                                           Complex{DType::kComplex128, DType::kFloat64}),
+                         [](const auto& info) { return std::string(dtype_name(info.param.dtype)); });
 
 }  // namespace
 }  // namespace multiring

@@ -178,6 +178,8 @@ TEST(ReduceValues, InvalidArguments) {
   EXPECT_THROW(reduce(DType::kBool, {ReduceOp::kSum, 2.0}, in, out, 1), std::invalid_argument);
   EXPECT_THROW(reduce(DType::kInt8, {ReduceOp::kBitwiseAnd, 2.0}, in, out, 1), std::invalid_argument);
   EXPECT_THROW(reduce(DType::kFloat32, {ReduceOp::kBitwiseOr}, in, out, 0), std::invalid_argument);
+  EXPECT_THROW(reduce(DType::kComplex64, {ReduceOp::kMin}, in, out, 0), std::invalid_argument);
+  EXPECT_THROW(reduce(DType::kComplex128, {ReduceOp::kBitwiseXor}, in, out, 0), std::invalid_argument);
   EXPECT_THROW(reduce(DType::kInt8, {static_cast<ReduceOp>(kReduceOpCount)}, in, out, 1),
                std::invalid_argument);
   EXPECT_THROW(reduce(static_cast<DType>(kDTypeCount), {}, in, out, 1), std::invalid_argument);

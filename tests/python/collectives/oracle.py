@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 )
 Bits = npt.NDArray[Any]
+_PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 def random_bits(seed: int, shape: Sequence[int], dtype: str) -> Bits:
@@ -30,6 +31,8 @@ def random_bits(seed: int, shape: Sequence[int], dtype: str) -> Bits:
         values = generator.standard_normal(shape) * 2.0**exponents * (generator.random(shape) > 0.05)
         values += 0.0  # no negative zeros: which of two zeros is the lesser is not defined
         return narrowed(values.astype(np.float32), dtype) if dtype != "float64" else values
+    if dtype in _PARTS:
+        return random_bits(seed, (*shape[:-1], 2 * shape[-1]), _PARTS[dtype]).view(dtype)
     info = np.iinfo(dtype)
     return generator.integers(info.min, info.max, shape, dtype, endpoint=True)
 
@@ -63,7 +66,7 @@ class Reduction:
         leaves = [_scaled(widened(bits, dtype), self.prescale) for bits in inputs]
         result = _tree(leaves, _combine(self.op, dtype))
         if self.op == "average":
-            result = np.divide(result, result.dtype.type(len(inputs)))
+            result = _by_parts(np.divide, result, len(inputs))
         return narrowed(_scaled(result, self.postscale), dtype)
 
 
@@ -81,6 +84,8 @@ def _combine(op: str, dtype: str) -> Callable[[Bits, Bits], Bits]:
         return getattr(np, op)
     if dtype == "bool":
         return np.logical_or if op in ("sum", "max") else np.logical_and
+    if op == "product" and dtype in _PARTS:
+        return _complex_product
     return {
         "sum": np.add,
         "average": np.add,
@@ -91,4 +96,18 @@ def _combine(op: str, dtype: str) -> Callable[[Bits, Bits], Bits]:
 
 
 def _scaled(values: Bits, factor: float) -> Bits:
-    return values if factor == 1.0 else np.multiply(values, values.dtype.type(factor))
+    return values if factor == 1.0 else _by_parts(np.multiply, values, factor)
+
+
+def _by_parts(operation: Callable[[Bits, Any], Bits], values: Bits, number: float) -> Bits:
+    """The operation of NumPy on real numbers; the parts of complex ones each by itself."""
+    parts = values.view(_PARTS.get(values.dtype.name, values.dtype))
+    return operation(parts, parts.dtype.type(number)).view(values.dtype)
+
+
+def _complex_product(a: Bits, b: Bits) -> Bits:
+    """Each operation rounded by itself, which those of NumPy may not be."""
+    result = np.empty_like(a)
+    result.real = a.real * b.real - a.imag * b.imag
+    result.imag = a.real * b.imag + a.imag * b.real
+    return result

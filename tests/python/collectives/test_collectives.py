@@ -27,6 +27,8 @@ REDUCTIONS = {
     "bool": EXACT[1:] + BITWISE,
     "float16": EXACT + SCALED,
     "float64": EXACT + SCALED,
+    "complex64": [EXACT[0], EXACT[3], *SCALED],
+    "complex128": [EXACT[0], EXACT[3], *SCALED],
 }
 
 
@@ -154,6 +156,8 @@ def test_usage(comm: Communicator) -> None:
         (lambda: comm.allreduce(x > 0, "average"), "bool has no average"),
         (lambda: queue.allreduce(x, name="x", op="mean"), "op is 'mean'"),  # type: ignore[arg-type]
         (lambda: queue.allreduce(x > 0, name="x", op="average"), "bool has no average"),
+        (lambda: comm.allreduce(x + 1j, "max"), r"complex numbers have no max.*x\.real and x\.imag"),
+        (lambda: comm.reduce_scatter(x + 1j, "bitwise_or"), "complex numbers have no bitwise_or"),
         (lambda: comm.reduce_scatter(x > 0, "max", prescale=2.0), "bool cannot be scaled"),
         (lambda: comm.allreduce(x > 0, "max", postscale=2.0), "bool cannot be scaled"),
         (lambda: comm.allreduce(x, "bitwise_and"), "takes integers or bool"),

@@ -76,7 +76,7 @@ WRONG = {
     "--hosts 4 --host-links ring --mode 1x4d": "does not run: host 0 has no link to host 2",
     "--rate 10": "argument --rate: ",
     "--hosts 1++2": "argument --hosts/--layout: ",
-    "--dtype complex64": "argument --dtype: ",
+    "--dtype complex256": "argument --dtype: ",
     "--links 1gbit:": "argument --links: ",
 }
 
@@ -110,9 +110,9 @@ def test_options_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_native_module_names_what_it_does_not_know() -> None:
     request = native.PlanRequest()
-    request.dtype, request.count = "complex64", 1 << 10
+    request.dtype, request.count = "complex256", 1 << 10
     cluster = native.Cluster([1, 1], [native.Interface(1e9, 1e-5)])
-    with pytest.raises(UsageError, match="there is no dtype 'complex64'"):
+    with pytest.raises(UsageError, match="there is no dtype 'complex256'"):
         native.Plan(cluster, request)
     request.dtype = "bfloat16"
     with pytest.raises(UsageError, match="the plan has 2 steps"):

@@ -15,7 +15,7 @@ struct ReduceJob {
   std::size_t input_count;
   void* const* outputs;
   std::size_t output_count;
-  std::size_t count;
+  std::size_t count;  // of numbers: two for a complex one
   double prescale;
   double postscale;
   std::size_t divisor;  // the number of inputs for an average, else 1
@@ -27,7 +27,7 @@ using ReduceKernel = void (*)(const ReduceJob& job);
 using HalfKernel = void (*)(const void* input, void* output, std::size_t count);
 
 /// One kernel for each dtype and operation (that of average is that of sum, and null for integers; null for
-/// bitwise operations of floating-point numbers), and
+/// bitwise operations of floating-point numbers, and where complex numbers have no such operation), and
 /// conversions of float16 and bfloat16 to float32 and back.
 struct ReduceKernels {
   ReduceKernel table[kDTypeCount][kReduceOpCount];

@@ -17,6 +17,7 @@ from multiring.horovod.reduce_ops import Adasum, Average
 from multiring.horovod.tensorflow.accumulation import Accumulation
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.drift import Numbers
+from multiring.horovod.tensorflow.functions import build_optimizer
 from multiring.horovod.tensorflow.gradients import GradientOptions, LocalVariables, identity_of
 from multiring.tensorflow.optimizers.xla import keep_xla_off
 
@@ -147,8 +148,7 @@ class _OfTfKeras(_Distributed):
         parent: Any = super()
         if not self._parts().variables:
             self._parts().variables = list(var_list)
-        if hasattr(parent, "build"):  # legacy optimizers have none
-            parent.build(var_list)
+        build_optimizer(parent, list(var_list))
 
     def _built_for(self) -> Sequence[Any]:
         return self._parts().variables

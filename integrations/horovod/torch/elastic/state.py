@@ -64,10 +64,29 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Handles an optimizer."""
+    """Handles an optimizer, and the gradients that each rank has added up since its last step."""
+
+    def save(self) -> None:
+        """Keep a copy of the state in memory."""
+        super().save()
+        self._gradients = self._added_up()
+
+    def restore(self) -> None:
+        """Load the state that was saved."""
+        super().restore()
+        self._go_on_from(self._gradients)
 
     def _share(self) -> None:
+        gradients = self._added_up()  # which loading a state forgets
         broadcast_optimizer_state(self.value, 0)
+        self._go_on_from(gradients)
+
+    def _added_up(self) -> Any:
+        return self.value.partial_gradients() if hasattr(self.value, "partial_gradients") else None
+
+    def _go_on_from(self, gradients: Any) -> None:
+        if gradients is not None:
+            self.value.restore_partial_gradients(gradients)
 
 
 class SamplerStateHandler(StateHandler):
