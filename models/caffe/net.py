@@ -12,7 +12,14 @@ import numpy as np
 import torch
 
 from multiring.errors import UsageError
-from multiring.models.caffe import layers_basic, layers_loss, layers_norm, layers_regular, layers_vision
+from multiring.models.caffe import (
+    layers_basic,
+    layers_loss,
+    layers_norm,
+    layers_python,
+    layers_regular,
+    layers_vision,
+)
 from multiring.models.caffe.blob import Array, Blob
 from multiring.models.caffe.device import device_of_net
 from multiring.models.caffe.layer import Context, Layer, draw_seed, make_layer
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Net"]
 
 # Imported for the layers that they register.
-_KINDS = (layers_basic, layers_loss, layers_norm, layers_regular, layers_vision)
+_KINDS = (layers_basic, layers_loss, layers_norm, layers_python, layers_regular, layers_vision)
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Callback = Callable[[int], None]
 

@@ -18,7 +18,7 @@ from multiring.models.caffe.blob import Array, Blob
 from multiring.models.caffe.schema import NetParameter, SolverState, message
 from multiring.models.errors import CheckpointError
 
-__all__ = ["State", "read_blobs", "read_net", "read_state", "write_net", "write_state"]
+__all__ = ["State", "read_blobs", "read_mean", "read_net", "read_state", "write_net", "write_state"]
 
 BlobProto: Any = message("BlobProto")
 
@@ -92,6 +92,19 @@ def read_blobs(path: Path, params: Mapping[str, Sequence[Blob]]) -> list[tuple[B
                 )
         pairs += zip(blobs, arrays, strict=True)
     return pairs
+
+
+def read_mean(path: Path) -> Array:
+    """The mean image of a `.binaryproto`, as `compute_image_mean` writes it: shape (channels, height, width).
+
+    Raises:
+        CheckpointError: The file cannot be read or holds no image.
+    """
+    mean = _unpack(path, _read(path, BlobProto))
+    mean = mean[0] if mean.ndim == 4 and len(mean) == 1 else mean
+    if mean.ndim != 3:
+        raise CheckpointError(f"{path} holds an array of shape {mean.shape}, not a mean image")
+    return mean.astype(np.float32)
 
 
 def write_state(path: Path, state: State) -> None:

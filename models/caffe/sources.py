@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from multiring.errors import UsageError
 from multiring.models.caffe.blob import decimal
+from multiring.models.caffe.lmdb_source import Lmdb
+from multiring.models.caffe.snapshots import read_mean
 from multiring.models.errors import DataError
 
 __all__ = ["Samples", "Transformer", "open_images", "open_source"]
@@ -60,21 +62,25 @@ def open_source(source: str, split: Literal["train", "test"]) -> Samples:
     """Samples of a Data layer.
 
     Args:
-        source: A `.npz` file with the arrays `images` (n, channels, height, width) and `labels` (n,), or
-            "digits" for scikit-learn's digits, normalised, 1,433 to train with and 364 to test.
+        source: A folder that `convert_imageset` has made (LMDB), a `.npz` file with the arrays `images` (n,
+            channels, height, width) and `labels` (n,), or "digits" for scikit-learn's digits, normalised,
+            1,433 to train with and 364 to test.
         split: Which part of the digits.
 
     Raises:
-        UsageError: The source is of another kind, LMDB or LevelDB for example.
+        UsageError: The source is of another kind, LevelDB for example, or a package is missing.
         DataError: The file cannot be read or lacks an array.
     """
     if source == DIGITS and not Path(source).exists():
         return _Digits(split)
     path = Path(source)
+    if path.is_dir() and (path / "data.mdb").exists():
+        return Lmdb(path)
     if path.suffix != ".npz":
         raise UsageError(
-            f"{source} is no .npz file; LMDB and LevelDB are not read: export the images and labels to one "
-            "(numpy.savez(path, images=..., labels=...)), or use an ImageData layer"
+            f"{source} is neither a folder with data.mdb nor a .npz file; LevelDB is not read: make an LMDB "
+            "(convert_imageset -backend lmdb), export images and labels (numpy.savez(path, images=..., "
+            "labels=...)), or use an ImageData layer"
         )
     try:
         with np.load(path) as file:
@@ -169,6 +175,9 @@ class Transformer:
         self._mirror, self._training, self._seed = bool(param.mirror), training, seed
         self._means = np.array([decimal(value) for value in param.mean_value], np.float32)[:, None, None]
         self._error = error
+        if param.mean_file and param.mean_value:
+            raise error("mean_file and mean_value exclude each other", "transform_param", "mean_file")
+        self._mean = read_mean(Path(param.mean_file)) if param.mean_file else None
 
     def __call__(self, image: Array, number: int) -> Array:
         """The image that the net gets: float32, shape (channels, height, width)."""
@@ -177,6 +186,13 @@ class Transformer:
                 f"{len(self._means)} mean values do not fit {len(image)} channels",
                 *("transform_param", "mean_value"),
             )
+        if self._mean is not None:
+            if self._mean.shape != image.shape:
+                raise self._error(
+                    f"the mean has shape {self._mean.shape}, an image {image.shape}",
+                    *("transform_param", "mean_file"),
+                )
+            image = image - self._mean
         generator = np.random.default_rng((self._seed, number)) if self._training else None
         if self._crop:
             image = self._cropped(image, generator)

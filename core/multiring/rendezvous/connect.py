@@ -53,9 +53,16 @@ class _Prefixed(Store):
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
+        self._own: list[str] = []  # keys that this rank has set
 
     def set(self, key: str, value: bytes, interrupt: Interrupt | None = None) -> None:
+        self._own.append(self._prefix + key)
         self._store.set(self._prefix + key, value, interrupt)
+
+    def forget_own(self) -> None:
+        """Give up the keys that this rank has set, when all ranks have read them."""
+        for key in self._own:
+            self._store.forget(key)
 
     def get(self, key: str, timeout: float, interrupt: Interrupt | None = None) -> bytes:
         return self._store.get(self._prefix + key, timeout, interrupt)
@@ -198,7 +205,7 @@ def _connect_launched(placement: Placement, settings: Settings, generation: int)
     options = _options(placement.rank, placement.size, settings)
     options.spread = placement.is_spread and placement.size > 1
     with ExitStack() as stack:
-        store: Store | None = None
+        store: _Prefixed | None = None
         if placement.size > 1:
             with _telling_if_late(placement, settings):
                 placement, opened, prefix = _meet(placement, settings, generation)
@@ -209,7 +216,10 @@ def _connect_launched(placement: Placement, settings: Settings, generation: int)
                 options.socket_directory = str(opened.directory)
         options.secret = placement.secret or b""
         options.job = f"{placement.job_id}/{generation}"
-        return _core.connect(store, options)
+        connected = _core.connect(store, options)
+        if store is not None and not options.spread:  # where all are connected when one returns
+            store.forget_own()
+        return connected
 
 
 def _hosts_of_ranks(placement: Placement, store: Store) -> list[str]:

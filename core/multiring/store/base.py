@@ -79,6 +79,9 @@ class Store(ClosedOnExit, ABC):
             PeerLostError: The store is gone.
         """
 
+    def forget(self, key: str) -> None:
+        """Give up a key that nobody asks for any more. A store may keep it all the same."""
+
 
 def check_key(key: str) -> bytes:
     """Returns `key` as UTF-8 or raises UsageError."""

@@ -137,6 +137,10 @@ class FileStore(Store):
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
 
+    def forget(self, key: str) -> None:
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
+
     def get(self, key: str, timeout: float, interrupt: Interrupt | None = None) -> bytes:
         path = self._path(key)
         deadline = time.monotonic() + timeout
