@@ -9,7 +9,6 @@ Start it on several processes with `multiring run -np 4 python train.py`. Adapte
 on, each imported on its own.
 """
 
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
 from multiring.errors import (
@@ -43,12 +42,11 @@ if TYPE_CHECKING:
     )
     from multiring.metrics import batch_weights, stop_together
     from multiring.named_queue import NamedQueue
+    from multiring.version import __version__
     from multiring.work import Work
 
-__version__ = _version("multiring")
-
 # Taken from their modules on first use: the launcher, and `multiring doctor`, which has to work where the
-# native library does not load, need neither it nor NumPy.
+# native library does not load, need neither it nor NumPy, and the version takes 40 ms to look up.
 __getattr__, __dir__ = _lazy_names(
     __name__,
     {
@@ -57,6 +55,7 @@ __getattr__, __dir__ = _lazy_names(
         "ReducerOptions": ".gradients.options",
         "TopK": ".gradients.compression",
         "Work": ".work",
+        "__version__": ".version",
         "batch_weights": ".metrics",
         "cross_rank": ".initialization",
         "cross_size": ".initialization",

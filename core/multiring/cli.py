@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -43,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def version() -> str:
     """The version of the installed package."""
     try:
-        return importlib.metadata.version("multiring")
-    except importlib.metadata.PackageNotFoundError:
+        from multiring.version import __version__
+    except ImportError:  # PackageNotFoundError is one
         return "unknown (not installed)"
+    return __version__
 
 
 def _dispatch(arguments: list[str]) -> int:
