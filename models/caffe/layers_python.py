@@ -1,4 +1,4 @@
-"""Layers that a program writes in Python: classes with pycaffe's `setup`, `reshape`, `forward` and `backward`.
+"""Layers that a program writes in Python: classes with `setup`, `reshape`, `forward` and `backward` as in pycaffe.
 
 class Scale(caffe.Layer):
     def setup(self, bottom, top):

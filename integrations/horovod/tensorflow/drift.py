@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,6 @@ class _Checked:
         self._check = SetCheck(process_set, "hvd.broadcast_variables")
         self._counted_in: object = None
         self._steps = 0
-        self.variables: list[weakref.ref[Any]] = []
-        self.numbers: Numbers = dict
 
     def is_of(self, process_set: ProcessSet, owner: object) -> bool:
         """Whether this counts the reductions over a process set, by that optimizer."""
@@ -44,8 +43,12 @@ class _Checked:
         """Whether the optimizer is gone."""
         return self._owner is not None and self._owner() is None
 
-    def run(self) -> None:
+    def run(self, variables: Sequence[weakref.ref[Any]], numbers: Numbers) -> None:
         """Count a reduction, and compare if it is time. Collective.
+
+        Args:
+            variables: Whose gradients were reduced.
+            numbers: Gives hyperparameters by name.
 
         Raises:
             MismatchError: The ranks differ.
@@ -55,12 +58,13 @@ class _Checked:
         if self._counted_in != counted_in:
             self._counted_in, self._steps = counted_in, 0
         self._steps += 1
-        self._check.run("gradients", self._steps, self._entries, lambda: self.numbers().items())
 
-    def _entries(self) -> Iterator[tuple[str, object]]:
-        alive = [variable for variable in (ref() for ref in self.variables) if variable is not None]
-        for name, variable in named_variables(alive).items():
-            yield f"parameter {name}", np.asarray(variable)
+        def entries() -> Iterator[tuple[str, object]]:
+            alive = [variable for variable in (ref() for ref in variables) if variable is not None]
+            for name, variable in named_variables(alive).items():
+                yield f"parameter {name}", np.asarray(variable)
+
+        self._check.run("gradients", self._steps, entries, lambda: numbers().items())
 
 
 # By the identity of the first variable, which removes its entry when it goes.
@@ -92,18 +96,29 @@ def after_check(
     if not compared or (process_set.size() or 1) == 1 or in_session:
         return gradients
     checked = _check_of(compared[0], process_set, owner)
-    checked.variables, checked.numbers = [weakref.ref(variable) for variable in compared], numbers
+    run = partial(checked.run, [weakref.ref(variable) for variable in compared], numbers)
     if tf.executing_eagerly():
-        checked.run()
+        run()
         return gradients
     made = [gradient for gradient in gradients if gradient is not None]
+    # TensorFlow does not see that the function reads variables, so they are read before it and after it, too:
+    # those come after the assignments before, and what is assigned later comes after these.
     with tf.control_dependencies(tf.nest.flatten(made, expand_composites=True)):
-        done = tf.numpy_function(_running(checked), [], [])
+        before = _reads(compared)
+    with tf.control_dependencies(before):
+        done = tf.numpy_function(_running(run), [], [])
     with tf.control_dependencies([done]):
+        _reads(compared)
         return [
             None if each is None else tf.nest.map_structure(tf.identity, each, expand_composites=True)
             for each in gradients
         ]
+
+
+def _reads(variables: Sequence[Any]) -> list[Any]:
+    return [
+        tf.raw_ops.ReadVariableOp(resource=each.handle, dtype=each.dtype.base_dtype) for each in variables
+    ]
 
 
 def _held(variable: Any) -> Any:
@@ -126,11 +141,11 @@ def _check_of(variable: Any, process_set: ProcessSet, owner: object) -> _Checked
     return known
 
 
-def _running(checked: _Checked) -> Callable[[], None]:
-    def run() -> None:
+def _running(run: Callable[[], None]) -> Callable[[], None]:
+    def raising() -> None:
         try:
-            checked.run()
+            run()
         except MismatchError as error:
             raise RuntimeError(text_of(error)) from error
 
-    return run
+    return raising

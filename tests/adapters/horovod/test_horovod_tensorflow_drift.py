@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ import multiring.horovod.tensorflow as hvt
 import multiring.horovod.tensorflow.keras as hvd
 from multiring import Communicator
 from multiring.errors import MismatchError
+from multiring.horovod.tensorflow import drift
 from tests.adapters.horovod.support import with_hvd
 from tests.on_ranks import all_raise, same_everywhere
 
@@ -37,6 +39,37 @@ def fit(comm: Communicator, callbacks: list[Any], seed: int = 0, **options: Any)
     x = np.random.default_rng(comm.rank).standard_normal((48, 4))
     model.fit(x, x[:, :1], batch_size=4, epochs=1, verbose=0, callbacks=callbacks)
     return model.get_weights()
+
+
+@with_hvd()
+def test_a_function_compares_what_the_program_has_assigned_by_then(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gradients in a step, with assignments before, between and after them; TensorFlow runs operations at
+    the same time where it sees no order."""
+    first, second = tf.Variable([1.0, 2.0]), tf.Variable([[3.0]])
+    seen = []
+
+    def look(self: Any, what: str, step: int, entries: Any, numbers: Any) -> None:
+        time.sleep(0.2)  # what may run beside it does so in this time
+        seen.append([np.array(value).tolist() for _, value in entries()])
+
+    monkeypatch.setattr(drift.SetCheck, "run", look)
+
+    @tf.function
+    def step() -> None:
+        first.assign_add([1.0, 1.0])
+        with tf.GradientTape(persistent=True) as tape:
+            one, other = tf.reduce_sum(first * 2), tf.reduce_sum(first) + tf.reduce_sum(second)
+        tape = hvt.DistributedGradientTape(tape)
+        tape.gradient(one, [first])
+        first.assign_add([10.0, 10.0])
+        tape.gradient(other, [first, second])
+        for variable in (first, second):
+            variable.assign(tf.zeros_like(variable))
+
+    step()
+    assert seen == [[[2.0, 3.0]], [[12.0, 13.0], [[3.0]]]]
 
 
 ERRORS = (MismatchError, tf.errors.UnknownError)

@@ -268,6 +268,23 @@ def test_callbacks(comm: Communicator, kind: str) -> None:
     refused(ValueError, {"initial_lr": lambda: hvd.callbacks.LearningRateScheduleCallback(None, 1.0)})
 
 
+@pytest.mark.parametrize("of_tensorflow", [False, True])
+@with_hvd()
+def test_local_variables_are_not_broadcast(comm: Communicator, of_tensorflow: bool) -> None:
+    """Nor reduced; whether they are named by Keras's variable or by the one of TensorFlow that it holds."""
+    model = make_model(keras, 0.1 + comm.rank)
+    named = model.layers[0].trainable_variables
+    local = [variable.value for variable in named] if of_tensorflow else named
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    for variable in local:
+        optimizer.register_local_var(variable)
+    model.compile(optimizer, "mse")
+    fit(comm, model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local)])
+    own, shared = model.layers[0].get_weights()[0], model.layers[1].get_weights()[0]
+    assert np.unique(own).tolist() == [np.float32(0.1 + comm.rank)]
+    assert np.unique(shared).tolist() == [np.float32(0.1)]
+
+
 @with_hvd()
 def test_models_are_saved_and_loaded(comm: Communicator, tmp_path: Path) -> None:
     """As with the plain optimizer, so that they can be loaded without multiring; with its state."""

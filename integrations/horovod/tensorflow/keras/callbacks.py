@@ -15,6 +15,7 @@ from multiring.horovod.tensorflow.functions import (
     broadcast_variables,
     optimizer_variables,
 )
+from multiring.horovod.tensorflow.gradients import identity_of
 from multiring.horovod.tensorflow.keras.values import allreduce
 
 __all__ = [
@@ -82,8 +83,8 @@ class BroadcastGlobalVariablesCallback(Callback):
             self._broadcast([*self.model.weights, *optimizer_variables(self.model.optimizer)])
 
     def _broadcast(self, variables: Iterable[Any]) -> None:
-        local = {id(variable) for variable in self._local}
-        broadcast_variables([each for each in variables if id(each) not in local], self.root_rank)
+        local = {identity_of(variable) for variable in self._local}
+        broadcast_variables([each for each in variables if identity_of(each) not in local], self.root_rank)
 
 
 class MetricAverageCallback(Callback):
