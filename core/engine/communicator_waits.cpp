@@ -1,5 +1,5 @@
-// What a thread of the program waits for besides its own operations: work, and messages of any rank; how long;
-// and which ranks have ended.
+// What a thread of the program waits for besides its own operations: work, and messages of any rank; how
+// long; and which ranks have ended.
 
 #include <algorithm>
 #include <utility>

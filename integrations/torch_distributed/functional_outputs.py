@@ -45,7 +45,7 @@ def _group_of(name: Any) -> Any:
 
 
 def _all_gather(tensor: torch.Tensor, size: int, group: Any, *, out: torch.Tensor) -> torch.Tensor:
-    work = _group_of(group)._allgather_base(out, tensor.contiguous())
+    work = _group_of(group)._allgather_base(out, tensor)
     native._register_work(out, work)
     return out
 
@@ -55,6 +55,6 @@ def _reduce_scatter(
 ) -> torch.Tensor:
     options = dist.ReduceScatterOptions()
     options.reduceOp = _OPS[op.lower()]
-    work = _group_of(group)._reduce_scatter_base(out, tensor.contiguous(), options)
+    work = _group_of(group)._reduce_scatter_base(out, tensor, options)
     native._register_work(out, work)
     return out

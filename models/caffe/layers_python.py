@@ -1,4 +1,4 @@
-"""Layers that a program writes in Python: classes with `setup`, `reshape`, `forward` and `backward` as in pycaffe.
+"""Layers that a program writes in Python, as classes that have what they have in pycaffe.
 
 class Scale(caffe.Layer):
     def setup(self, bottom, top):
@@ -93,7 +93,8 @@ class Python(Layer):
         if not isinstance(kind, type):
             raise self.error(f"{module.__file__} has no class {param.layer}", "python_param", "layer")
         self.blobs = blobs = BlobVec(self)
-        self._own = own = kind.__new__(kind)
+        self._own: Any = object.__new__(kind)
+        own: Any = self._own
         own.param_str, own.phase, own.blobs = param.param_str, self.context.phase, blobs
         own.__init__()
         self._bottom = [Blob(shape, self.context.dtype, self.context.device) for shape in bottoms]

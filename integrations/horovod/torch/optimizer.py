@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from multiring.horovod.torch.drift import DriftCheck
 from multiring.horovod.torch.handles import forget, result_of
 from multiring.horovod.torch.options import NOT_PICKLED, OptimizerOptions, load_shared
 from multiring.horovod.torch.reduces import allreduce_gradients, start_sparse_allreduce
-from multiring.horovod.torch.submitted import Incoming, Submitted, check_unchanged
+from multiring.horovod.torch.submitted import Incoming, Submitted, check_unchanged, sharing
 from multiring.torch.streams import used_here, wait_for_stream
 
 __all__ = ["DistributedOptimizer"]
@@ -93,9 +93,8 @@ class _Distributed(torch.optim.Optimizer):
             return
         submitted = [gradient for each in self._reductions for gradient in each.submitted]
         required = self._required()
-        for parameter in required:
-            if parameter not in self._reduced:
-                self._start(parameter, is_late=True)
+        if late := [parameter for parameter in required if parameter not in self._reduced]:
+            self._start_late(late, submitted)
         started, self._reductions = self._reductions, []
         self._reduced.clear()
         self._passes.clear()
@@ -199,8 +198,26 @@ class _Distributed(torch.optim.Optimizer):
         if self._passes[parameter] == self.backward_passes_per_step:
             self._start(parameter)
 
-    def _start(self, parameter: Parameter, is_late: bool = False) -> None:
-        """Reduces a gradient, or those of its group if all are there."""
+    def _start_late(self, late: list[Parameter], submitted: list[Submitted]) -> None:
+        """Reduces the gradients that the program has made itself, or that are missing.
+
+        Raises:
+            ValueError: One is in the memory of a gradient that is being reduced.
+        """
+        shared = sharing([*late, *(each.parameter for each in submitted)])
+        if shared and (others := [each for each in submitted if each.parameter in shared]):
+            names = sorted(self._parameter_names.get(each, "") for each in shared)
+            raise ValueError(
+                f"gradients of the parameters {', '.join(names)} have memory in common, and that of "
+                f"{self._parameter_names.get(others[0].parameter, '')} is being reduced: give each a "
+                "gradient of its own (clone()) before backward()"
+            )
+        for parameter in late:
+            if parameter not in self._reduced:  # with its group
+                self._start(parameter, is_late=True, shared=shared)
+
+    def _start(self, parameter: Parameter, is_late: bool = False, shared: Collection[Parameter] = ()) -> None:
+        """Reduces a gradient, or those of its group if all are there; a copy of those that are shared."""
         parameters = list(self._group_of.get(parameter, [parameter]))
         if not is_late and any(self._passes[p] < self.backward_passes_per_step for p in parameters):
             return
@@ -210,12 +227,14 @@ class _Distributed(torch.optim.Optimizer):
                 wait_for_stream(made_on)
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
-        self._reductions.append(self._reduce(parameters))
+        self._reductions.append(self._reduce(parameters, shared))
 
-    def _reduce(self, parameters: list[Parameter]) -> _Started:
+    def _reduce(self, parameters: list[Parameter], shared: Collection[Parameter]) -> _Started:
         options = self._options
         is_dense = options.sparse_as_dense or len(parameters) > 1
-        found = [Submitted.of(each, self._incoming.address(each), is_dense) for each in parameters]
+        found = [
+            Submitted.of(each, self._incoming.address(each), is_dense, each in shared) for each in parameters
+        ]
         submitted = [each for each, _ in found]
         if found[0][1].is_sparse:
             name = self._parameter_names.get(parameters[0])

@@ -13,7 +13,7 @@ from multiring.horovod.process_sets import ProcessSet
 from multiring.torch.counts import is_reducible_in_place, version
 from multiring.torch.placement import is_replaceable
 
-__all__ = ["Incoming", "Submitted", "check_unchanged"]
+__all__ = ["Incoming", "Submitted", "check_unchanged", "sharing"]
 
 Tensor = torch.Tensor
 
@@ -74,7 +74,9 @@ class Submitted(NamedTuple):
     is_replaced: bool
 
     @classmethod
-    def of(cls, parameter: Tensor, incoming: int | None, is_dense: bool) -> tuple[Submitted, Tensor]:
+    def of(
+        cls, parameter: Tensor, incoming: int | None, is_dense: bool, is_shared: bool = False
+    ) -> tuple[Submitted, Tensor]:
         """Return what is to be remembered of a parameter's gradient, and the tensor to be reduced.
 
         That tensor is the gradient itself only if no other tensor has the gradient's memory.
@@ -83,6 +85,7 @@ class Submitted(NamedTuple):
             parameter: The parameter, which has a gradient.
             incoming: The address of the gradient, if autograd has made it.
             is_dense: Whether a sparse gradient is reduced as a dense tensor.
+            is_shared: Whether another parameter's gradient is known to have some of its memory.
         """
         gradient = parameter.grad
         assert gradient is not None
@@ -90,7 +93,7 @@ class Submitted(NamedTuple):
             values = gradient.to_dense() if is_dense else gradient
             return cls(parameter, gradient, version(gradient), None, False), values
         is_replaced = is_replaceable(gradient, incoming)
-        if is_reducible_in_place(gradient):
+        if is_reducible_in_place(gradient) and not is_shared:
             return cls(parameter, gradient, version(gradient), None, is_replaced), gradient.contiguous()
         values = _copy_of(gradient)
         return cls(parameter, gradient, None, values.clone(), is_replaced), values
@@ -115,6 +118,28 @@ class Submitted(NamedTuple):
         else:
             with torch.no_grad():
                 self.gradient.copy_(result)
+
+
+def sharing(parameters: Sequence[Tensor]) -> set[Tensor]:
+    """Return the parameters whose gradients have memory in common: one tensor, or memory of another library,
+    which a count of the users of a tensor's memory does not tell."""
+    ranges = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided and gradient.numel():
+            steps = zip(gradient.shape, gradient.stride(), strict=True)
+            extent = 1 + sum((length - 1) * step for length, step in steps)
+            begin = gradient.data_ptr()
+            ranges.append((begin, begin + extent * gradient.element_size(), parameter))
+    ranges.sort(key=lambda each: each[:2])
+    found: set[Tensor] = set()
+    last: tuple[int, Tensor] | None = None  # the range that ends last, of those before
+    for begin, end, parameter in ranges:
+        if last is not None and begin < last[0]:
+            found |= {parameter, last[1]}
+        if last is None or end > last[0]:
+            last = end, parameter
+    return found
 
 
 def _copy_of(gradient: Tensor) -> Tensor:

@@ -79,6 +79,46 @@ def test_the_program_owns_the_tensor_that_it_has_put_there(
     assert mine.unique().tolist() == [reduced]
 
 
+def _one_tensor(own: list[Any], values: Tensor) -> None:
+    own[0].grad = own[1].grad = values
+
+
+def _by_autograd(own: list[Any], values: Tensor) -> None:
+    own[0].grad, own[1].grad = torch.autograd.grad(((own[0] + own[1]) * values).sum(), own)
+
+
+def _one_numpy_array(own: list[Any], values: Tensor) -> None:
+    array = values.numpy()
+    own[0].grad, own[1].grad = torch.from_numpy(array), torch.from_numpy(array)
+
+
+SHARED = {"one tensor": _one_tensor, "autograd": _by_autograd, "numpy": _one_numpy_array}
+
+
+@pytest.mark.parametrize("what", MEMORY)
+@pytest.mark.parametrize("shares", SHARED)
+@with_hvd()
+def test_gradients_of_the_program_in_one_memory(comm: Communicator, shares: str, what: str) -> None:
+    own = parameters((3,), (3,))
+    optimizer = distributed(own, **MEMORY[what])
+    factor = 3.0 if what == "sum" else 1.5
+    for step in range(1, 3):
+        SHARED[shares](own, torch.tensor([1.0, 2.0, 4.0]) * (comm.rank + 1))
+        optimizer.step()
+        for parameter in own:
+            assert parameter.tolist() == [-step * factor, -step * factor * 2, -step * factor * 4]
+
+
+@with_hvd()
+def test_a_gradient_in_the_memory_of_one_under_way(comm: Communicator) -> None:
+    own = parameters((3,), (3,))
+    optimizer = distributed(own, op=hvd.Sum)
+    (own[0] * 2.0).sum().backward()
+    own[1].grad = own[0].grad
+    with pytest.raises(ValueError, match="parameters w0, w1 have memory in common.*clone"):
+        optimizer.step()
+
+
 @with_hvd()
 def test_a_sparse_gradient_of_the_program(comm: Communicator) -> None:
     own = parameters((3, 2))
