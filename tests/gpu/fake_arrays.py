@@ -312,7 +312,7 @@ class _DlManagedTensor(ctypes.Structure):
 
 
 _CUDA, _ROCM = 2, 10
-_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
+_CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 
 
 _exported: dict[int, tuple[object, ...]] = {}  # what lives as long as a capsule, by its address

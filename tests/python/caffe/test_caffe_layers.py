@@ -288,7 +288,7 @@ REFUSED = {
         "6: layer 'a': axis 4 is not one of shape"
     ),
     'layer { name: "a" type: "Data" top: "a"\n data_param { source: "x_lmdb" batch_size: 2 } }': (
-        "6: layer 'a': x_lmdb is no .npz file; LMDB and LevelDB are not read"
+        "6: layer 'a': x_lmdb is neither a folder with data.mdb nor a .npz file"
     ),
     'layer { name: "a" type: "ReLU" bottom: "data" top: "a" }}': "5: ",
     'layer { name: "a" type: "ReLU" bottom: "data" top: "a"\n loss_weight: 1 loss_weight: 2 }': (
