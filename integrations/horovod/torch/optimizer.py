@@ -152,7 +152,8 @@ class _Distributed(torch.optim.Optimizer):
         """As the wrapped class. Gradients that have not led to a step are forgotten."""
         for started in self._reductions:
             forget(started.handle)
-        for parameter in self._passes:
+        reduced = [each.parameter for started in self._reductions for each in started.submitted]
+        for parameter in (*self._passes, *reduced):
             parameter.grad = None  # a reduction may still write to its memory
         self._reductions = []
         self._reduced.clear()
@@ -204,13 +205,13 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             ValueError: One is in the memory of a gradient that is being reduced.
         """
-        shared = sharing([*late, *(each.parameter for each in submitted)])
-        if shared and (others := [each for each in submitted if each.parameter in shared]):
+        in_place = [each.parameter for each in submitted if each.is_reduced_in_place()]
+        shared = sharing([*late, *in_place])
+        if shared.intersection(in_place):
             names = sorted(self._parameter_names.get(each, "") for each in shared)
             raise ValueError(
-                f"gradients of the parameters {', '.join(names)} have memory in common, and that of "
-                f"{self._parameter_names.get(others[0].parameter, '')} is being reduced: give each a "
-                "gradient of its own (clone()) before backward()"
+                f"gradients of the parameters {', '.join(names)} have memory in common, in which one of them "
+                "is being reduced: give each a gradient of its own (clone()) before backward()"
             )
         for parameter in late:
             if parameter not in self._reduced:  # with its group

@@ -98,6 +98,10 @@ class Submitted(NamedTuple):
         values = _copy_of(gradient)
         return cls(parameter, gradient, None, values.clone(), is_replaced), values
 
+    def is_reduced_in_place(self) -> bool:
+        """Whether the reduction may write to the gradient: no copy of it was made."""
+        return self.values is None and self.gradient.layout is torch.strided
+
     def is_changed(self) -> bool:
         """Whether the parameter has another gradient by now, or the program has written to it."""
         if self.parameter.grad is not self.gradient:

@@ -110,6 +110,18 @@ def test_gradients_of_the_program_in_one_memory(comm: Communicator, shares: str,
 
 
 @with_hvd()
+def test_a_missing_gradient_beside_two_in_one_memory(comm: Communicator) -> None:
+    """The two are reduced as copies, and nothing is wrong with them."""
+    own = parameters((3, 1), (1, 3), (2,))
+    optimizer = distributed(own, op=hvd.Sum)
+    weights = torch.arange(1.0, 4.0) * (comm.rank + 1)
+    ((own[0].view(-1) + own[1].view(-1)) * weights).sum().backward()
+    assert own[0].grad.untyped_storage().data_ptr() == own[1].grad.untyped_storage().data_ptr()
+    optimizer.step()
+    assert [parameter.view(-1).tolist() for parameter in own] == [[-3.0, -6.0, -9.0]] * 2 + [[0.0] * 2]
+
+
+@with_hvd()
 def test_a_gradient_in_the_memory_of_one_under_way(comm: Communicator) -> None:
     own = parameters((3,), (3,))
     optimizer = distributed(own, op=hvd.Sum)
