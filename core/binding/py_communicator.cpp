@@ -21,6 +21,7 @@
 #include "binding/py_operation.h"
 #include "binding/work.h"
 #include "engine/communicator.h"
+#include "engine/communicator_list.h"
 
 namespace py = pybind11;
 
@@ -50,28 +51,28 @@ bool run_allreduce(Communicator& self, py::handle input, py::handle output, Redu
   PyOperation prepared;
   set_reduction(prepared, op, prescale, postscale, crossing);
   if (!prepare_allreduce(prepared, input, output, name)) return false;
-  const GilRelease release;
+  const ProgramCall call(timeout < 0 ? self.number() : 0);
   self.run(prepared.operation, call_options(timeout));
   return true;
 }
 
 void run(Communicator& self, PyOperation& prepared, double timeout) {
-  const GilRelease release;
+  const ProgramCall call(timeout < 0 ? self.number() : 0);
   self.run(prepared.operation, call_options(timeout));
 }
 
 template <auto Method>
 void run_message(Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout,
                  std::optional<std::uint64_t> after) {
-  const GilRelease release;
+  const ProgramCall call;
   (self.*Method)(prepared.operation, tag, call_options(timeout), after);
 }
 
 PyWork submit(Communicator& self, PyOperation& prepared, int priority, double timeout) {
   auto views = keep_alive(std::move(prepared.views), std::move(prepared.owners));
-  const GilRelease release;
+  const ProgramCall call;
   return {self.submit(std::move(prepared.operation), priority, std::move(views), timeout),
-          self.weak_from_this()};
+          self.weak_from_this(), self.number()};
 }
 
 void wait(const PyWork& self, double timeout) {
@@ -82,7 +83,7 @@ void wait(const PyWork& self, double timeout) {
         "that runs it is not there");
   // No need to release the GIL.
   if (self.work->done()) return self.work->wait(Deadline::never(), {});
-  const GilRelease release;
+  const ProgramCall call(timeout < 0 ? self.waits_on : 0);
   const Deadline deadline = timeout < 0 ? Deadline::never() : Deadline::after(timeout);
   if (const auto communicator = self.communicator.lock())
     return communicator->wait(*self.work, deadline, check_signals());
@@ -115,7 +116,7 @@ py::array symmetric_empty(Communicator& self, const std::vector<std::uint64_t>& 
   const std::size_t bytes = array_bytes(shape, dtype);
   std::shared_ptr<SymmetricRegion> region;
   {
-    const GilRelease release;
+    const ProgramCall call(timeout < 0 ? self.number() : 0);
     region = self.allocate_symmetric(bytes, call_options(timeout));
   }
   return array_in(region, region->part(self.rank()), dtype, shape);
@@ -165,6 +166,31 @@ void bind_work(py::module_& module) {
 }  // namespace
 
 void bind_communicator(py::module_& module) {
+  module.def(
+      "program_calls",
+      [] {
+        const ProgramCall::Counts counts = ProgramCall::counts();
+        return py::make_tuple(counts.threads, counts.begun, counts.waits_on);
+      },
+      "Threads that have communicated; calls that they have begun; number of the communicator that the last\n"
+      "call waits on, 0: not known, or there is none.");
+  module.def(
+      "waits",
+      [] {
+        py::list found;
+        for (const WaitInProgress& each : CommunicatorList::waits())
+          found.append(py::make_tuple(each.number, each.operation, each.on, each.late));
+        return found;
+      },
+      "What is in progress: number of the communicator, operation, name, host and process of this rank, and\n"
+      "the same of the ranks that are awaited.");
+  module.def(
+      "fail_waits",
+      [](std::uint64_t number, const std::string& message) {
+        const GilRelease release;
+        CommunicatorList::fail(number, message);
+      },
+      py::arg("number"), py::arg("message"), "Breaks the communicators of a number by a mismatch.");
   using Released = py::call_guard<GilRelease>;
   bind_work(module);
   // The destructor joins the progress thread, which may need the GIL to release arrays.
@@ -212,7 +238,7 @@ void bind_communicator(py::module_& module) {
           "split",
           [](Communicator& self, std::int64_t color, std::int64_t key,
              double timeout) -> std::optional<std::shared_ptr<Communicator>> {
-            const GilRelease release;
+            const ProgramCall call(timeout < 0 ? self.number() : 0);
             auto group = self.split(color, key, call_options(timeout));
             return group == nullptr ? std::nullopt : std::optional(std::move(group));
           },

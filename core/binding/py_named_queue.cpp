@@ -32,7 +32,7 @@ class PyNamedQueue : Immovable {
 };
 
 std::unique_ptr<PyNamedQueue> create(Communicator& communicator, const std::string& name, double timeout) {
-  const GilRelease release;
+  const ProgramCall call(timeout < 0 ? communicator.number() : 0);
   return std::make_unique<PyNamedQueue>(
       new mr_queue(NamedQueue::create(communicator, name, call_options(timeout))));
 }
@@ -45,8 +45,9 @@ PyWork submit_named(const PyNamedQueue& self, std::string name, PyOperation& pre
   request.step = step;
   request.keep_alive = keep_alive(std::move(prepared.views), std::move(prepared.owners));
   request.operations.push_back(std::move(prepared.operation));
-  const GilRelease release;
-  return {self.handle().get()->submit(std::move(request)).front()};
+  const ProgramCall call;
+  const std::shared_ptr<NamedQueue> queue = self.handle().get();
+  return {queue->submit(std::move(request)).front(), {}, queue->number()};
 }
 
 bool is_broken(const PyNamedQueue& self) { return self.handle().is_broken(); }

@@ -29,7 +29,7 @@ class PyProbe : Immovable {
   explicit PyProbe(std::shared_ptr<Communicator> communicator) : communicator_(std::move(communicator)) {}
 
   std::optional<Message> wait(std::vector<int> sources, std::vector<int> needed, double timeout) {
-    const GilRelease release;
+    const ProgramCall call;
     const auto found =
         communicator_->probe({std::move(sources), std::move(needed), &stopped_}, call_options(timeout));
     if (found) return Message(found->source, found->tag, dtype_name(found->dtype), found->shape);

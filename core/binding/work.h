@@ -15,6 +15,7 @@ namespace multiring::binding {
 struct PyWork {
   std::shared_ptr<Work> work;
   std::weak_ptr<Communicator> communicator = {};  ///< that runs it; empty: a named queue's
+  std::uint64_t waits_on = 0;                     ///< number of the communicator, or those of the queue
   pid_t process = ::getpid();
 };
 

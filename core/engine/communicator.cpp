@@ -53,14 +53,8 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
 std::string Communicator::wait_on_this_rank(int world_rank) const {
   if (closing_.load(std::memory_order_acquire)) return "";
   for (int peer = 0; peer < size(); ++peer)
-    if (transport_->world_rank(peer) == world_rank && transport_->is_ahead(peer)) {
-      if (name().ends_with(kNamesOfQueue))
-        return "the exchange of gradients or other named tensors (communicator '" +
-               name().substr(0, name().size() - std::strlen(kNamesOfQueue)) + "')";
-      return (transport_->arrived(peer) > transport_->arrived(rank()) ? exchange_.last_operation(peer)
-                                                                      : "an operation") +
-             " of communicator '" + name() + "'";
-    }
+    if (transport_->world_rank(peer) == world_rank && transport_->is_ahead(peer))
+      return describe_wait_of(peer);
   return "";
 }
 

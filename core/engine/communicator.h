@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "base/export.h"
@@ -52,6 +53,17 @@ struct CommunicatorOptions : JobSettings {
   bool may_stay_on_devices = true;               ///< arrays, where `mode` is empty; groups take it over
   /// The same in all communicators that descend from one; null: the communicator is the first.
   std::shared_ptr<const char> world;
+};
+
+/// What a communicator of this process is doing, and for which ranks it waits.
+struct WaitInProgress {
+  /// Name of a rank, its host, and its process there.
+  using Place = std::tuple<std::string, std::string, std::int64_t>;
+
+  std::uint64_t number;   ///< of the communicator
+  std::string operation;  ///< "barrier of communicator 'world'"
+  Place on;
+  std::vector<Place> late;  ///< that have not come to the operation; none: it waits for none
 };
 
 /// A group of ranks that run collectives together: the engine over one transport.
@@ -107,6 +119,11 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   std::optional<Error> lost_rank() const;
   /// Whether this rank has both of the same `init`.
   bool is_of_world(const Communicator& other) const { return options_.world == other.options_.world; }
+  /// Unlike that of any other communicator of the process; those of a named queue have one.
+  std::uint64_t number() const { return number_.load(std::memory_order_relaxed); }
+  void share_number(const Communicator& other) { number_.store(other.number(), std::memory_order_relaxed); }
+  /// The collective in progress, or about to be; empty: nothing is to be done.
+  std::optional<WaitInProgress> wait_in_progress() const;
   /// Whether the end of `rank` would be noticed on this host.
   bool is_watched(int rank) const { return transport_->is_watched(rank); }
 
@@ -197,6 +214,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void warn_of_nccl() const;
   class OperationLock;
 
+  static std::uint64_t next_number();
   void complete(Operation& operation) const;
   void take_from_devices(Operation& operation);
   std::uint64_t oldest() const { return queue_.empty() ? submitted_ + 1 : queue_.front()->index(); }
@@ -242,6 +260,8 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   bool is_running(const std::shared_ptr<Work>& work) const;  // with mutex_ held
   void throw_if_unusable() const;
   void throw_if_abandoned() const;
+  /// "barrier of communicator 'world'", in which a rank is or waits, as far as its descriptor is here.
+  std::string describe_wait_of(int peer) const;
   /// "rank 1 on b (process 7) has died, or its host cannot be reached any more", of a wait that has ended so.
   std::string describe_end(const WaitResult& ended) const;
   std::string explain_wait(const Work& work, ErrorContext& context) const;
@@ -262,6 +282,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   PointToPoint point_to_point_;
   SymmetricRegistry symmetric_;
   std::atomic<double> timeout_;
+  std::atomic<std::uint64_t> number_{next_number()};
   std::atomic<bool> closing_{false};
   std::atomic<bool> abandoned_{false};
   const ErrorSeen error_seen_ = std::make_shared<std::atomic<bool>>(false);  // of first_error_

@@ -3,8 +3,10 @@
 #include <pthread.h>
 
 #include <mutex>
+#include <optional>
 #include <system_error>
 #include <unordered_set>
+#include <utility>
 
 #include "engine/communicator.h"
 
@@ -63,6 +65,30 @@ std::string CommunicatorList::find_other_end(const Communicator* here, int world
     if (each != here && each->is_of_world(*here))
       if (std::string found = each->end_of(world_rank); !found.empty()) return found;
   return "";
+}
+
+std::vector<WaitInProgress> CommunicatorList::waits() {
+  const std::lock_guard lock(listed().mutex);
+  std::vector<WaitInProgress> found;
+  for (const Communicator* const each : listed().communicators)
+    if (std::optional<WaitInProgress> wait = each->wait_in_progress()) found.push_back(std::move(*wait));
+  return found;
+}
+
+void CommunicatorList::fail(std::uint64_t number, const std::string& message) {
+  std::vector<std::shared_ptr<Communicator>> found;
+  {
+    const std::lock_guard lock(listed().mutex);
+    for (Communicator* const each : listed().communicators)
+      if (each->number() == number)
+        if (auto held = each->weak_from_this().lock()) found.push_back(std::move(held));
+  }
+  for (const auto& each : found) {
+    ErrorContext context;
+    context.rank = each->rank();
+    context.host = each->host();
+    each->abort_with(Error(ErrorKind::kMismatch, message, context));
+  }
 }
 
 }  // namespace multiring

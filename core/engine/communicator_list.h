@@ -1,12 +1,15 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/export.h"
 
 namespace multiring {
 
 class Communicator;
+struct WaitInProgress;
 
 /// What follows the name of a named queue in that of the communicator by which its ranks agree on names.
 inline constexpr const char* kNamesOfQueue = "/names";
@@ -22,6 +25,10 @@ class MULTIRING_API CommunicatorList {
   static std::string find_other_wait(const Communicator* here, int world_rank);
   /// What has ended another communicator of this rank's world that a world rank is in, too; empty: nothing.
   static std::string find_other_end(const Communicator* here, int world_rank);
+  /// What is in progress in all communicators.
+  static std::vector<WaitInProgress> waits();
+  /// Breaks the communicators of a number by a mismatch.
+  static void fail(std::uint64_t number, const std::string& message);
 };
 
 }  // namespace multiring

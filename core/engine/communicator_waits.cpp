@@ -2,11 +2,13 @@
 // long; and which ranks have ended.
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/text.h"
 #include "collective/kinds.h"
 #include "engine/communicator.h"
+#include "engine/communicator_list.h"
 #include "engine/validate.h"
 
 namespace multiring {
@@ -63,6 +65,34 @@ std::optional<Error> Communicator::lost_rank() const {
   } catch (const Error&) {
     return std::nullopt;  // a network that fails tells that itself
   }
+}
+
+std::uint64_t Communicator::next_number() {
+  static std::atomic<std::uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+std::optional<WaitInProgress> Communicator::wait_in_progress() const {
+  if (closing_.load(std::memory_order_acquire)) return std::nullopt;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!busy_ && queue_.empty()) return std::nullopt;
+  }
+  const auto place = [&](int peer) {
+    return WaitInProgress::Place(exchange_.name_of(peer), transport_->host(peer),
+                                 transport_->process_id(peer));
+  };
+  WaitInProgress found{number(), describe_wait_of(rank()), place(rank()), {}};
+  for (const int peer : exchange_.awaited().late) found.late.push_back(place(peer));
+  return found;
+}
+
+std::string Communicator::describe_wait_of(int peer) const {
+  if (name().ends_with(kNamesOfQueue))
+    return "the exchange of gradients or other named tensors (communicator '" +
+           name().substr(0, name().size() - std::strlen(kNamesOfQueue)) + "')";
+  const bool is_here = peer == rank() || transport_->arrived(peer) > transport_->arrived(rank());
+  return (is_here ? exchange_.last_operation(peer) : "an operation") + " of communicator '" + name() + "'";
 }
 
 std::uint64_t Communicator::last_conflict(const Operation& operation) const {

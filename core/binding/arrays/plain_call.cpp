@@ -186,7 +186,7 @@ PyObject* plain_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t c
     double timeout = -1.0;
     if (!take_arguments(args, arrays, &operation, &timeout)) Py_RETURN_FALSE;
     {
-      const GilRelease released;
+      const ProgramCall call(timeout < 0 ? (*self)->number() : 0);
       (*self)->run(operation, call_options(timeout));
     }
     Py_RETURN_TRUE;

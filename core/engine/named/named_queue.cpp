@@ -56,7 +56,9 @@ std::shared_ptr<NamedQueue> NamedQueue::create(Communicator& parent, const std::
 }
 
 NamedQueue::NamedQueue(std::shared_ptr<Communicator> control, std::shared_ptr<Communicator> data)
-    : control_(std::move(control)), data_(std::move(data)), matcher_(data_->size(), data_->rank()) {}
+    : control_(std::move(control)), data_(std::move(data)), matcher_(data_->size(), data_->rank()) {
+  control_->share_number(*data_);
+}
 
 NamedQueue::~NamedQueue() { close(); }
 

@@ -45,6 +45,8 @@ class MULTIRING_API NamedQueue : Immovable {
   /// Closes. Must not run on a thread of the queue (in a `done`, a warning), because it joins them.
   ~NamedQueue();
 
+  /// Communicator::number of its communicators.
+  std::uint64_t number() const { return data_->number(); }
   int rank() const { return data_->rank(); }
   int size() const { return data_->size(); }
   const std::string& name() const { return data_->name(); }

@@ -7,7 +7,6 @@ import functools
 import importlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,13 +14,13 @@ from typing import Any, NamedTuple
 
 from multiring import _core, errors
 from multiring.errors import MultiringError, UsageError
-from multiring.log import is_of_program
 from multiring.rendezvous import launch_environment, offered_store
 from multiring.rendezvous.children import check_not_taken, forget_placement, note_placement
 from multiring.rendezvous.joined import HOSTS_KEY
 from multiring.rendezvous.launch_environment import Placement
 from multiring.rendezvous.mpi import job as mpi_job
 from multiring.rendezvous.mpi.bridge import carries
+from multiring.rendezvous.mutual_waits import tell, watch_waits
 from multiring.rendezvous.user_secret import OTHER_USER_SECRET
 from multiring.settings import Settings
 from multiring.store import OTHER_SECRET, FileStore, Interrupt, Store, open_store, serve_store
@@ -136,28 +135,14 @@ def _options(rank: int, size: int, settings: Settings) -> _core.WorldOptions:
     if settings.tuning and settings.tuning != OFF:
         # Ranks compare what is here, so none measures while others do not.
         options.tuning = load_tuning(settings.tuning) if size > 1 else ""
-    options.warn = _warn
+    options.warn = functools.partial(_warn, settings)
     return options
 
 
-def _warn(message: str) -> None:
+def _warn(settings: Settings, message: str) -> None:
     """Writes what the native core has to say into the log, and where the user's program is."""
-    where = _calling_line()
-    _log.warning("%s%s", message, f" (this rank is at {where})" if where else "")
-
-
-def _calling_line() -> str:
-    """File and line where the main thread is outside of installed packages, and which function of ours it has
-    called there; empty: not known."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    called = ""
-    while frame is not None:
-        if is_of_program(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}{called}"
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == "multiring":
-            called = f", in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
+    tell(message)
+    watch_waits(settings)
 
 
 @contextmanager
@@ -169,7 +154,7 @@ def _telling_if_late(placement: Placement, settings: Settings) -> Iterator[None]
         whom = "the store of multiring run, which cannot be reached"
     timer = threading.Timer(
         settings.stall_warning,
-        lambda: _warn(
+        lambda: tell(
             f"rank {placement.rank} of {placement.size} has waited {settings.stall_warning:g} s in init for "
             f"{whom}{offered_store.HOW_TO_SILENCE}"
         ),
