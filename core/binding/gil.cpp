@@ -57,10 +57,6 @@ bool is_finalising() {
 constexpr std::chrono::milliseconds kMaxAsking{PY_VERSION_HEX >= 0x030E0000 ? 200 : 5000};
 
 /// From now on no other thread asks.
-std::atomic<int> calling_threads{0};
-std::atomic<std::uint64_t> calls_begun{0};
-std::atomic<std::uint64_t> call_waits_on{0};
-
 void note_end() {
   if (!is_finalising()) return;  // the module alone goes
   ending = std::this_thread::get_id();
@@ -76,23 +72,6 @@ GilRelease::GilRelease() : state_(PyEval_SaveThread()) {}
 
 GilRelease::~GilRelease() {
   take_or_stop([this] { PyEval_RestoreThread(state_); });
-}
-
-ProgramCall::ProgramCall(std::uint64_t waits_on) {
-  static thread_local bool is_counted = false;
-  if (!is_counted) {
-    is_counted = true;
-    calling_threads.fetch_add(1, std::memory_order_relaxed);
-  }
-  calls_begun.fetch_add(1, std::memory_order_relaxed);
-  call_waits_on.store(waits_on, std::memory_order_relaxed);
-}
-
-ProgramCall::~ProgramCall() { call_waits_on.store(0, std::memory_order_relaxed); }
-
-ProgramCall::Counts ProgramCall::counts() {
-  return {calling_threads.load(std::memory_order_relaxed), calls_begun.load(std::memory_order_relaxed),
-          call_waits_on.load(std::memory_order_relaxed)};
 }
 
 GilAcquire::GilAcquire() : native_(PyGILState_GetThisThreadState() == nullptr) {

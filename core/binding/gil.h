@@ -2,8 +2,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
-
 #include "base/immovable.h"
 
 namespace multiring::binding {
@@ -20,22 +18,6 @@ class GilRelease : Immovable {
 
  private:
   PyThreadState* state_;
-};
-
-/// A call of the program that communicates, which releases the lock. They are counted, so that it can be told
-/// whether one thread makes all of them, and whether it waits in one.
-class ProgramCall : GilRelease {
- public:
-  /// `waits_on`: Communicator::number of the only communicator whose progress can end the call; 0: not known.
-  explicit ProgramCall(std::uint64_t waits_on = 0);
-  ~ProgramCall();
-
-  struct Counts {
-    int threads;             ///< that have made calls
-    std::uint64_t begun;     ///< calls
-    std::uint64_t waits_on;  ///< of the call that the last thread is in; 0: not known, or it is in none
-  };
-  static Counts counts();
 };
 
 /// Takes the lock while it lives, in any thread: every callback of native code into Python uses it.

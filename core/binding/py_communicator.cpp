@@ -18,6 +18,7 @@
 #include "binding/fork_lock.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
+#include "binding/program_call.h"
 #include "binding/py_operation.h"
 #include "binding/work.h"
 #include "engine/communicator.h"
@@ -169,11 +170,11 @@ void bind_communicator(py::module_& module) {
   module.def(
       "program_calls",
       [] {
-        const ProgramCall::Counts counts = ProgramCall::counts();
+        const ProgramCalls::Counts counts = ProgramCalls::counts();
         return py::make_tuple(counts.threads, counts.begun, counts.waits_on);
       },
-      "Threads that have communicated; calls that they have begun; number of the communicator that the last\n"
-      "call waits on, 0: not known, or there is none.");
+      "The threads that have communicated, the calls that they have begun, and the number of the communicator for\n"
+      "which the last call waits; 0: that is not known, or the call has ended.");
   module.def(
       "waits",
       [] {
@@ -182,8 +183,8 @@ void bind_communicator(py::module_& module) {
           found.append(py::make_tuple(each.number, each.operation, each.on, each.late));
         return found;
       },
-      "What is in progress: number of the communicator, operation, name, host and process of this rank, and\n"
-      "the same of the ranks that are awaited.");
+      "The operations in progress, each as the number of its communicator, its text, the name, host and process\n"
+      "of this rank, and the same of the ranks that are awaited.");
   module.def(
       "fail_waits",
       [](std::uint64_t number, const std::string& message) {

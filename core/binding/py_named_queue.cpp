@@ -10,6 +10,7 @@
 #include "binding/gil.h"
 #include "binding/interrupt.h"
 #include "binding/py_communicator.h"
+#include "binding/program_call.h"
 #include "binding/py_operation.h"
 #include "binding/work.h"
 #include "capi/queue.h"

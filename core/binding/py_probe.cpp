@@ -12,6 +12,7 @@
 #include "base/immovable.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
+#include "binding/program_call.h"
 #include "binding/py_communicator.h"
 #include "engine/communicator.h"
 

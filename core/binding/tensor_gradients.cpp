@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "binding/arrays/array_view.h"
+#include "binding/arrays/dtypes.h"
 #include "binding/arrays/exchange.h"
 #include "binding/arrivals.h"
 

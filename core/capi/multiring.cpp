@@ -17,6 +17,7 @@
 #include "collective/kinds.h"
 #include "device/devices.h"
 #include "device/staging.h"
+#include "engine/program_calls.h"
 
 struct mr_work {
   std::shared_ptr<multiring::Work> work;
@@ -120,6 +121,7 @@ mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submission, mr_e
       multiring::refuse("mr_submission of another version: initialise it with MR_SUBMISSION_INIT");
     if (submission->name == nullptr || submission->count < 1)
       multiring::refuse("a named submission needs a name and operations");
+    multiring::ProgramCalls::note_thread();
     const std::shared_ptr<multiring::NamedQueue> target = queue->get();
     multiring::NamedRequest request;
     request.name = submission->name;

@@ -1,5 +1,5 @@
-// What a thread of the program waits for besides its own operations: work, and messages of any rank; how
-// long; and which ranks have ended.
+// This file holds what a thread of the program waits for besides its own operations (work, and messages of any
+// rank), for how long, and which ranks have ended.
 
 #include <algorithm>
 #include <cstring>

@@ -19,7 +19,7 @@ from multiring.models.caffe.layer import (
     solver_count,
     solver_rank,
 )
-from multiring.models.caffe.layers_python import PythonLayer as Layer
+from multiring.models.caffe.layers.python_layer import PythonLayer as Layer
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.prototxt import PrototxtError
 from multiring.models.caffe.schema import TEST, TRAIN

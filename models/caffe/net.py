@@ -12,19 +12,12 @@ import numpy as np
 import torch
 
 from multiring.errors import UsageError
-from multiring.models.caffe import (
-    layers_basic,
-    layers_loss,
-    layers_norm,
-    layers_python,
-    layers_regular,
-    layers_vision,
-)
 from multiring.models.caffe.blob import Array, Blob
 from multiring.models.caffe.device import device_of_net
 from multiring.models.caffe.layer import Context, Layer, draw_seed, make_layer
 from multiring.models.caffe.layer_passes import run_backward, run_forward
-from multiring.models.caffe.layers_data import DataLayer, MemoryData
+from multiring.models.caffe.layers import basic, loss, norm, python_layer, regular, vision
+from multiring.models.caffe.layers.data import DataLayer, MemoryData
 from multiring.models.caffe.learnable import Learnable, collect_learnable
 from multiring.models.caffe.prototxt import Location, read
 from multiring.models.caffe.schema import NetParameter
@@ -37,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Net"]
 
 # Imported for the layers that they register.
-_KINDS = (layers_basic, layers_loss, layers_norm, layers_python, layers_regular, layers_vision)
+_KINDS = (basic, loss, norm, python_layer, regular, vision)
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Callback = Callable[[int], None]
 

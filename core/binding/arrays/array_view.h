@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -73,9 +72,6 @@ class ArrayView {
   bool is_negated_ = false;
   bool is_conjugated_ = false;
 };
-
-/// Of an element that the core can reduce.
-std::optional<DType> dlpack_dtype(const dlpack::DataType& type);
 
 /// Whether two contiguous arrays share memory without beginning at the same element.
 bool overlap_in_part(const ArrayView& a, const ArrayView& b);

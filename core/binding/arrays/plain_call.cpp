@@ -8,8 +8,10 @@
 #include <utility>
 
 #include "binding/arrays/array_view.h"
+#include "binding/arrays/dtypes.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
+#include "binding/program_call.h"
 #include "collective/kinds.h"
 
 namespace multiring::binding {

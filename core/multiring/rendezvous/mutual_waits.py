@@ -5,7 +5,8 @@ deadline. When a wait has lasted so long that the core warns, a thread here tell
 by the launcher's store, in which operation and at which line of the program this rank waits. It is proven
 that two ranks wait for one another if
 
-- in both processes one thread alone has ever communicated, so that nothing else can begin an operation,
+- in both processes one thread alone has ever communicated, and no other one is in the program's own code, so
+  that nothing else can begin an operation,
 - that thread is in a call without a timeout that only the operation in question ends, and
 - each rank has seen what the other one tells, and was in its call before that and after it.
 
@@ -21,6 +22,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multiring import _core, errors
@@ -35,6 +37,7 @@ __all__ = ["tell", "watch_waits"]
 _log = logging.getLogger("multiring")
 
 _LOOK_SECONDS = 0.5
+_TOGETHER_SECONDS = 2.0  # how long a rank that is sure waits for the other one to be sure, too
 _STORE_SECONDS = 5.0
 _lock = threading.Lock()
 _is_watching = False
@@ -77,7 +80,7 @@ def _current_wait() -> _Wait | None:
     """What this process waits in; None: in nothing, or in more than one operation, or it is not known."""
     threads, call, number = _core.program_calls()
     begun = _core.waits()
-    if threads != 1 or len(begun) != 1:
+    if threads != 1 or len(begun) != 1 or _count_program_threads() > 1:
         return None
     wait = _Wait(call, *begun[0])
     return wait if wait.number == number and wait.late else None
@@ -97,27 +100,48 @@ def _watch(settings: Settings, wait: _Wait) -> None:
         _is_watching = False
 
 
+def _count_program_threads() -> int:
+    """Threads that are in the program's own code, whether they have communicated or not."""
+    count = 0
+    for bottom in sys._current_frames().values():
+        frame: FrameType | None = bottom
+        while frame is not None and not is_of_program(frame):
+            frame = frame.f_back
+        count += frame is not None
+    return count
+
+
 def _look(store: Store, wait: _Wait) -> None:
+    """Tell in which call this rank is, and look what those tell that it waits for, until the call ends."""
     own, at = _key(wait.on), _calling_line()
-    seen: dict[str, Any] = {}
+    seen: dict[str, int] = {}
+    sure_since = None
     while (now := _current_wait()) is not None and now[:3] == wait[:3]:
         wait = now
         mine = {"call": wait.call, "operation": wait.operation, "at": at, "rank": wait.on[0]}
-        mine |= {
-            "late": [_key(place) for place in wait.late],
-            "seen": {k: v["call"] for k, v in seen.items()},
-        }
+        mine |= {"late": [_key(place) for place in wait.late], "seen": seen, "sure": sure_since is not None}
         store.set(own, json.dumps(mine).encode())
-        for key in mine["late"]:
-            if (theirs := _told(store, key)) is None:
+        told = {key: theirs for key in mine["late"] if (theirs := _told(store, key)) is not None}
+        seen = {key: theirs["call"] for key, theirs in told.items()}
+        for theirs in told.values():
+            if not _waits_for(theirs, own, wait) or _current_wait() != wait:
                 continue
-            seen[key] = theirs
-            waits_here = own in theirs["late"] and theirs["operation"] != wait.operation
-            if waits_here and theirs["seen"].get(own) == wait.call and _current_wait() == wait:
+            sure_since = sure_since or time.monotonic()
+            # The first to raise may end its process: the other one has to be about to raise as well.
+            if theirs["sure"] or time.monotonic() - sure_since > _TOGETHER_SECONDS:
                 _core.fail_waits(wait.number, _text(mine, theirs))
                 return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS if sure_since is None else _LOOK_SECONDS / 20)
     store.forget(own)
+
+
+def _waits_for(theirs: Any, own: str, wait: _Wait) -> bool:
+    """Whether a rank waits for this one in another operation, and has told so since this call began."""
+    return (
+        own in theirs["late"]
+        and theirs["operation"] != wait.operation
+        and theirs["seen"].get(own) == wait.call
+    )
 
 
 def _told(store: Store, key: str) -> Any:
@@ -139,8 +163,8 @@ def _text(mine: Any, theirs: Any) -> str:
         return f"{one['rank']} in {one['operation']}" + (f" ({one['at']})" if one["at"] else "")
 
     return (
-        f"{waits(mine)} and {waits(theirs)} wait for one another, and cannot meet. Make the same calls in the "
-        "same order on all ranks: most often one has fewer batches (hooks.join(), or 'Uneven data' in the "
+        f"{waits(mine)} and {waits(theirs)} wait for one another, and cannot meet. Make the same calls in "
+        "the same order on all ranks: most often one has fewer batches (hooks.join(), or 'Uneven data' in the "
         "guide of your framework), or a call stands behind `if comm.rank == 0:`"
     )
 

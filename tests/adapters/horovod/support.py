@@ -6,10 +6,20 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from multiring.horovod import basics as hvd
 from tests.on_ranks import on_ranks
+
+ROWS = 4  # samples of each rank
+
+
+def samples_of_a_line(ranks: int) -> tuple[Any, Any]:
+    """ROWS samples for each rank: inputs (samples, 3), and labels (samples, 1) that depend linearly on them."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(ranks * ROWS, 3))
+    return x, x @ np.array([[1.0], [-2.0], [0.5]]) + 0.1
 
 
 def with_hvd(*sizes: int) -> Callable[[Callable[..., Any]], Any]:

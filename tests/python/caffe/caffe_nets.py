@@ -14,6 +14,10 @@ from multiring.models.caffe import TRAIN, Net, Solver
 
 Array = NDArray[Any]
 
+INPUT = """force_backward: true
+layer { name: "data" type: "Input" top: "data" top: "label"
+  input_param { shape { dim: 3 dim: 4 dim: 7 dim: 6 } shape { dim: 3 } } }
+"""
 SMALL = """
 name: "small"
 layer { name: "data" type: "MemoryData" top: "data" top: "label"

@@ -12,14 +12,9 @@ import pytest
 
 from multiring.errors import UsageError
 from multiring.models.caffe import TEST, Net, PrototxtError
-from multiring.models.caffe.prototxt import parse
-from multiring.models.caffe.schema import NetParameter, message
-from tests.python.caffe.caffe_nets import check_gradients, make_net
+from multiring.models.caffe.schema import message
+from tests.python.caffe.caffe_nets import INPUT, check_gradients, make_net
 
-INPUT = """force_backward: true
-layer { name: "data" type: "Input" top: "data" top: "label"
-  input_param { shape { dim: 3 dim: 4 dim: 7 dim: 6 } shape { dim: 3 } } }
-"""
 HEAD = """
 layer { name: "out" type: "InnerProduct" bottom: "x" top: "out"
   inner_product_param { num_output: 3 weight_filler { type: "xavier" } bias_filler { value: 0.1 } } }
@@ -350,38 +345,6 @@ def test_dropout(tmp_path: Path) -> None:
     test_net.blobs["data"].data[...] = 1.0
     test_net.forward()
     np.testing.assert_array_equal(test_net.blobs["x"].data, 1.0)
-
-
-OLD = """
-layers { name: "conv" type: CONVOLUTION bottom: "data" top: "conv"
-  blobs_lr: 1 blobs_lr: 2  # of weight and bias
-  weight_decay: 1
-  weight_decay: 0
-  convolution_param { num_output: 2 kernel_size: 3 weight_filler { type: "xavier" } } }
-layers {
-  name: "relu" type: RELU bottom: "conv" top: "conv" }
-layers { name: "x" type: INNER_PRODUCT bottom: "conv" top: "x" param: "w" param: "b"
-  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
-layers { name: "loss" type: SOFTMAX_LOSS bottom: "x" bottom: "label" top: "loss" }
-"""
-NEW = """
-layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
-  param { lr_mult: 1 decay_mult: 1 } param { lr_mult: 2 decay_mult: 0 }
-  convolution_param { num_output: 2 kernel_size: 3 weight_filler { type: "xavier" } } }
-layer { name: "relu" type: "ReLU" bottom: "conv" top: "conv" }
-layer { name: "x" type: "InnerProduct" bottom: "conv" top: "x" param { name: "w" } param { name: "b" }
-  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "x" bottom: "label" top: "loss" }
-"""
-
-
-def test_nets_of_2014_are_upgraded(tmp_path: Path) -> None:
-    old, new = (parse(INPUT + text, NetParameter)[0] for text in (OLD, NEW))
-    assert old == new
-    net = make_net(tmp_path, INPUT + OLD)
-    net.forward()
-    assert [one.decay_mult for one in net.learnable] == [1, 0, 1, 1]
-    assert parse(NEW, NetParameter)[0] == parse(NEW.replace("layer {", "layer{"), NetParameter)[0]
 
 
 def test_a_mark_of_the_encoding_is_no_part_of_the_net(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -13,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from multiring.errors import UsageError
-from multiring.rendezvous import launch_environment, slurm
-from multiring.rendezvous.launch_environment import Placement
+from multiring.rendezvous import slurm
 from multiring.store import TcpStoreServer
 from multiring.store.file import job_directory_prefix
+from tests.python.rendezvous.detected import detect, numbers
 from tests.support import executable, last_words
 
 
@@ -104,14 +102,6 @@ NAMES = {
 
 def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
-
-
-def detect(environ: Mapping[str, str], launcher_process: str = "boot 12 34") -> Placement:
-    return launch_environment.detect(environ, lambda variable: launcher_process)
-
-
-def numbers(place: Placement) -> tuple[int, ...]:
-    return dataclasses.astuple(place)[:6]
 
 
 def test_without_a_launcher_there_is_one_rank() -> None:
@@ -250,52 +240,6 @@ def test_ranks_of_srun_meet_on_the_first_host_by_a_secret_of_the_user(
         assert one.secret != another.secret
         assert one.job_id != another.job_id
     assert one.job_id.startswith("nightly-")
-
-
-def tf_config(kind: str, index: int, **cluster: list[str]) -> dict[str, str]:
-    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
-
-
-def test_chief_and_workers_of_tf_config_are_the_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    cluster = {"chief": ["a:2222"], "worker": ["b:2222", "a:2223"], "ps": ["c:1"]}
-    tasks = [("chief", 0), ("worker", 0), ("worker", 1)]
-    places = [detect(tf_config(*task, **cluster)) for task in tasks]
-    assert [numbers(place) for place in places] == [
-        (0, 3, 0, 2, 0, 2),
-        (1, 3, 0, 1, 1, 2),
-        (2, 3, 1, 2, 0, 2),
-    ]
-    assert {(place.store_url, place.secret) for place in places} == {("tcp://a:2222", places[0].secret)}
-    pools = {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]}
-    assert numbers(detect(tf_config("workerpool1", 1, **pools))) == (2, 3, 0, 1, 2, 3)
-    monkeypatch.setenv("HOME", "/nonexistent")  # one process needs no secret
-    for kind in ("worker", "workerpool0", "trainer"):
-        assert detect(tf_config(kind, 0, **{kind: ["a:1"]})).launcher == "none"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for environ in (tf_config("evaluator", 0, **cluster), {"TF_CONFIG": "{}"}):
-        assert detect(environ).launcher == "none"
-    for environ, text in (
-        (tf_config("ps", 0, **cluster), "this process is ps 0"),
-        (tf_config("worker", 7, **cluster), "rank 8 of 3"),
-        (tf_config("worker", 0, worker=["a", "b"]), "expected a cluster of addresses"),
-        ({"TF_CONFIG": '{"cluster": 3, "task": 4}'}, "expected a cluster of addresses"),
-    ):
-        with pytest.raises(UsageError, match=text):
-            detect(environ)
-
-
-def test_hosts_of_sagemaker_have_a_rank_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    hosts = {"SM_HOSTS": '["algo-2", "algo-1"]', "TRAINING_JOB_NAME": "job-1"}
-    first, second = (detect(hosts | {"SM_CURRENT_HOST": f"algo-{k}"}) for k in (1, 2))
-    assert [numbers(first), numbers(second)] == [(0, 2, 0, 1, 0, 2), (1, 2, 0, 1, 1, 2)]
-    assert re.fullmatch(r"tcp://algo-1:\d{5}", first.store_url)
-    assert (first.store_url, first.secret) == (second.store_url, second.secret)
-    for alone in ({"SM_HOSTS": '["algo-1"]'}, {"SM_HOSTS": "x"}, {}):
-        assert detect(alone | {"SM_CURRENT_HOST": "algo-1"}).launcher == "none"
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""The layers that nets are made of, by kind."""
