@@ -164,8 +164,8 @@ def _text(mine: Any, theirs: Any) -> str:
 
     return (
         f"{waits(mine)} and {waits(theirs)} wait for one another, and cannot meet. Make the same calls in "
-        "the same order on all ranks: most often one has fewer batches (hooks.join(), or 'Uneven data' in the "
-        "guide of your framework), or a call stands behind `if comm.rank == 0:`"
+        "the same order on all ranks: most often one has fewer batches (hooks.join(), or 'Uneven data' in "
+        "the guide of your framework), or a call stands behind `if comm.rank == 0:`"
     )
 
 

@@ -16,7 +16,7 @@ ROWS = 4  # samples of each rank
 
 
 def samples_of_a_line(ranks: int) -> tuple[Any, Any]:
-    """ROWS samples for each rank: inputs (samples, 3), and labels (samples, 1) that depend linearly on them."""
+    """ROWS samples for each rank: inputs (samples, 3), and labels (samples, 1) that are linear in them."""
     rng = np.random.default_rng(7)
     x = rng.normal(size=(ranks * ROWS, 3))
     return x, x @ np.array([[1.0], [-2.0], [0.5]]) + 0.1
