@@ -12,6 +12,7 @@ import pytest
 
 from multiring.errors import UsageError
 from multiring.rendezvous import slurm
+from multiring.rendezvous.joined import HOSTS_KEY
 from multiring.store import TcpStoreServer
 from multiring.store.file import job_directory_prefix
 from tests.python.rendezvous.detected import detect, numbers
@@ -283,6 +284,26 @@ def test_a_home_that_is_not_that_of_rank_0_is_told(first_of_two: dict[str, str])
         told = end_of_init(first_of_two | {"SLURM_PROCID": "2", "SLURM_NODEID": "1"})
     assert "this host does not see the same ~/.config/multiring/secret as the host of rank 0" in told
     assert "differs between ranks" not in told
+
+
+def test_a_store_that_vanishes_while_hosts_are_asked_for_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = TcpStoreServer("127.0.0.1", 0, bytes.fromhex(MULTIRING["MULTIRING_SECRET"]))
+    answer = server._answer
+
+    def vanish(request: bytes) -> bytes:
+        if HOSTS_KEY.encode() in request:
+            server.close()
+            raise EOFError
+        return answer(request)
+
+    monkeypatch.setattr(server, "_answer", vanish)
+    store = {"MULTIRING_STORE": f"tcp://127.0.0.1:{server.port}", "MULTIRING_TIMEOUT": "20"}
+    with server:
+        told = end_of_init(MULTIRING | store | {"MULTIRING_CROSS_RANK": "1", "MULTIRING_CROSS_SIZE": "2"})
+    assert "PeerLostError: the store tcp://127.0.0.1" in told
+    assert "rank 0 or the launcher, has ended, or the network to it is cut" in told
 
 
 def test_rank_0_tells_why_it_does_not_serve_the_store_that_the_user_has_named() -> None:
