@@ -23,7 +23,7 @@ from typing import Protocol, cast
 
 import multiring
 from multiring import Communicator, cli
-from multiring.benchmarks import launch
+from multiring.benchmarks import launch, progress
 from multiring.benchmarks.collectives import on_devices
 from multiring.benchmarks.emulation import start as emulated_start
 from multiring.benchmarks.emulation.capacity import require_capacity
@@ -43,6 +43,7 @@ INTERRUPTED = 130
 
 DEFAULT_RANKS = 2
 STYLES = ("rich", "markdown", "compact")
+_PLAIN_OPTIONS = ("ranks", "framework", "sizes", "quick", "json", "plot")  # that --help shows
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `multiring bench`."""
     width = max(map(len, BENCHMARKS))
     lines = [f"  {name:<{width}}  {entry.help}" for name, entry in BENCHMARKS.items()]
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "multiring bench benchmark [options]"
     parser.epilog = "benchmarks:\n" + "\n".join(lines)
     parser.epilog += "\n\n`multiring bench benchmark --help` tells more about one."
@@ -159,13 +159,17 @@ def _parse(name: str, benchmark: Benchmark, words: list[str]) -> argparse.Namesp
     parser = CommandParser(
         prog=prog,
         description=f"Measures {BENCHMARKS[name].help}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_shared_arguments(parser)
     parser.set_defaults(peers=[], mpich=None, device=None, shown_as=shlex.join([*prog.split(), *words]))
     benchmark.add_arguments(parser)
+    parser.shorten_help(_PLAIN_OPTIONS, "all options, and how it is measured")
     options = parser.parse_args(words)
+    if options.quick:
+        for key, value in options.quick_values.items():
+            if getattr(options, key) == parser.get_default(key):  # not chosen by the user
+                setattr(options, key, value)
     try:
         options.emulation = _emulation(options)
     except argparse.ArgumentTypeError as error:
@@ -210,6 +214,9 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"start so many ranks on this host [{DEFAULT_RANKS}] (under a launcher: leave out)",
     )
     parser.add_argument(
+        "--quick", action="store_true", help="measure a little of each, in under a minute on most machines"
+    )
+    parser.add_argument(
         "--format",
         choices=STYLES,
         default=STYLES[0],
@@ -242,6 +249,7 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     # What the process that starts the ranks tells them about itself.
     parser.add_argument("--shown-as", help=argparse.SUPPRESS)
     parser.add_argument("--columns", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--terminal", help=argparse.SUPPRESS)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -269,6 +277,8 @@ def _seen_by_ranks(options: argparse.Namespace) -> list[str]:
     words = [f"--shown-as={options.shown_as}"]
     if sys.stdout.isatty():
         words.append(f"--columns={shutil.get_terminal_size().columns}")
+    if sys.stderr.isatty():
+        words.append(f"--terminal={os.ttyname(sys.stderr.fileno())}")
     return words
 
 
@@ -281,6 +291,8 @@ def _run_rank(name: str, benchmark: Benchmark, options: argparse.Namespace, plac
         if options.ranks not in (None, comm.size):
             raise UsageError(f"-np {options.ranks} was given inside a job of {comm.size} ranks; leave it out")
         options.cores = launch.count_cores(comm, before)
+        if comm.rank == 0:
+            progress.show(f"multiring bench {name}", options.terminal)
         found = benchmark.run(comm, options)
         if comm.rank == 0:
             _publish(found, options)

@@ -14,6 +14,7 @@ import multiring.horovod.torch as hvd
 from multiring import Communicator
 from multiring.benchmarks.measure import Meeting, Sample, durations
 from multiring.benchmarks.plot import Bars, Panel
+from multiring.benchmarks.progress import rounds
 from multiring.benchmarks.results import Results
 from multiring.benchmarks.table import Table
 from multiring.commands.argument_types import array_sizes, number_of
@@ -90,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes", type=array_sizes, default=_SIZES, metavar="LIST", help="bytes of the tensors [4,1KiB]"
     )
     parser.add_argument("--turns", type=number_of("turns"), default=50, metavar="N", help="of each way [50]")
+    parser.set_defaults(quick_values={"turns": 5})
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> NamedReport:
@@ -103,7 +105,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> NamedReport:
         calls = _calls(comm, queue, torch.ones(-(-size // 4)))
         times = [
             [meeting.time_steps(call, _PER_TURN, warm_up=_WARM_UP) for call in calls.values()]
-            for _ in range(args.turns)
+            for _ in rounds(f"tensors of {size} B", args.turns)
         ]
         seconds = durations(comm, times) / _PER_TURN
         rows += [NamedRow(size, name, Sample.of(seconds[:, k])) for k, name in enumerate(calls)]

@@ -105,7 +105,7 @@ class Normalise(torch.autograd.Function):
         ctx.comm.allreduce(sums, op="sum", out=sums, name=f"{ctx.label} backward", comm_dtype="float32")
         means = sums / max(statistics.samples, 1.0)
         factor = scale if weight is None else scale * weight.double()
-        # factor * gradient - factor * mean of (gradient * normalised) * normalised - factor * mean of gradients
+        # factor * (gradient - mean of (gradient * normalised) * normalised - mean of gradients)
         found = pass_back.combined(factor, -factor * means[1], -factor * means[0])
         return found.to(x.dtype), grad_weight, grad_bias, None, None, None, None
 
@@ -114,7 +114,9 @@ class _PassBack:
     """The two passes over a batch and its gradient of which the backward pass of a normalisation consists, by
     operations that every device has."""
 
-    def __init__(self, x: Tensor, gradient: Tensor, statistics: Statistics, scale: Tensor, eps: float) -> None:
+    def __init__(
+        self, x: Tensor, gradient: Tensor, statistics: Statistics, scale: Tensor, eps: float
+    ) -> None:
         self._x, self._gradient, self._scale, self._eps = x, gradient, scale, eps
         self._mean, self._variance = statistics.mean, statistics.variance
 
@@ -132,7 +134,7 @@ class _PassBack:
         return torch.stack([self._gradient.sum(axes).double(), product])
 
     def combined(self, of_gradient: Tensor, of_normalised: Tensor, constant: Tensor) -> Tensor:
-        """of_gradient * gradient + of_normalised * normalised input + constant; factors of shape (channels,)."""
+        """Gradient and normalised input with factors, and a constant, added up; all of shape (channels,)."""
         found = self._deviation.mul_(self._as(of_normalised * self._scale))
         found.addcmul_(self._gradient, self._as(of_gradient))
         return found.add_(self._as(constant))

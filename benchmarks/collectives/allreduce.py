@@ -89,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         shown="4 B to 256 MiB in powers of four",
         seconds_for="contender and size",
     )
+    parser.set_defaults(quick_values={"seconds": 0.05, "sizes": [4, 1 << 10, 1 << 16, 1 << 20, 1 << 24]})
     parser.add_argument(
         "--mpich",
         type=Path,

@@ -85,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         shown="4KiB,256KiB,4MiB,16MiB",
         seconds_for="contender, collective and size",
     )
+    parser.set_defaults(quick_values={"seconds": 0.05, "sizes": [1 << 16, 1 << 22]})
 
 
 def _names(text: str) -> list[str]:

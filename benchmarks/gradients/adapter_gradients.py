@@ -18,6 +18,7 @@ from multiring.benchmarks.gradients.report import AdapterReport
 from multiring.benchmarks.gradients.training_speed import measure_training
 from multiring.benchmarks.measure import Meeting, durations
 from multiring.benchmarks.memory import return_freed_memory
+from multiring.benchmarks.progress import rounds
 from multiring.commands.frameworks import Framework
 from multiring.errors import InternalError
 from multiring.models.nets.resnet_spec import resnet
@@ -103,7 +104,7 @@ def measure_reduction(
         allreduce()
 
     times = np.empty((turns, 2, 2), np.int64)
-    for turn in range(-WARM_UP, turns):
+    for turn in (number - WARM_UP for number in rounds("gradients of ResNet-50", WARM_UP + turns)):
         number = float(turn % 64)
         x.fill(number + comm.rank)
         by_core = _timed(meeting, run_core)

@@ -76,7 +76,6 @@ class _ChooseFramework(argparse.Action):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the benchmark."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
         "--framework",
@@ -94,7 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fsdp", action="store_true", help="measure Torch's FSDP2 over multiring and over Gloo as well"
     )
-    parser.set_defaults(peers=["gloo"] if importlib.util.find_spec("torch") is not None else [])
+    parser.set_defaults(
+        peers=["gloo"] if importlib.util.find_spec("torch") is not None else [], quick_values={"steps": 3}
+    )
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> Results:

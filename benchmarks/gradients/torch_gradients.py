@@ -38,6 +38,7 @@ from multiring.benchmarks.gradients.steps import (
 from multiring.benchmarks.gradients.torch_state import measure_state
 from multiring.benchmarks.measure import Meeting, Sample, durations
 from multiring.benchmarks.memory import PeakMemory, proportional_bytes, return_freed_memory
+from multiring.benchmarks.progress import rounds
 from multiring.models.peers.gloo import TorchGroup
 
 __all__ = ["TRAINING_TURN", "WARM_UP", "run"]
@@ -64,9 +65,9 @@ def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
     def training(kind: str) -> Step:
         return make_step(kind, training_model, comm, gloo)
 
-    memory = [_memory(comm, kind, writing) for kind in kinds]
-    gradients = _times(comm, meeting, kinds, writing, args.steps, 1)
-    trained = _times(comm, meeting, kinds, training, args.steps, TRAINING_TURN)
+    memory = [_memory(comm, kinds[k], writing) for k in rounds("memory of each kind of step", len(kinds))]
+    gradients = _times(comm, meeting, kinds, writing, "gradients of ResNet-50", args.steps, 1)
+    trained = _times(comm, meeting, kinds, training, "training of ResNet-20", args.steps, TRAINING_TURN)
     state = measure_state(comm, meeting, args.steps)
     joined.close()
     names = [kind.name for kind in chosen.values()]
@@ -104,6 +105,7 @@ def _times(
     meeting: Meeting,
     kinds: Sequence[str],
     make: Callable[[str], Step],
+    what: str,
     turns: int,
     per_turn: int,
 ) -> list[Sample]:
@@ -114,7 +116,7 @@ def _times(
             stack.callback(step.close)
             for _ in range(WARM_UP):
                 step()
-        times = [[_turn(meeting, step, per_turn) for step in steps] for _ in range(turns)]
+        times = [[_turn(meeting, step, per_turn) for step in steps] for _ in rounds(what, turns)]
         seconds = durations(comm, times) / per_turn
     return [Sample.of(seconds[:, kind]) for kind in range(len(kinds))]
 

@@ -12,6 +12,7 @@ from torch import nn
 from multiring import Communicator, config
 from multiring.benchmarks.gradients.report import StateRow
 from multiring.benchmarks.measure import Meeting, Sample
+from multiring.benchmarks.progress import rounds
 from multiring.models.nets.resnet_spec import resnet
 from multiring.models.nets.resnet_torch import TorchResNet
 from multiring.state.check import StateCheck
@@ -45,20 +46,20 @@ def _measure(comm: Communicator, meeting: Meeting, turns: int, name: str, model:
         buffers.begin(own, active)
         buffers.end()
 
-    synchronised = _times(comm, meeting, turns, synchronise)
+    synchronised = _times(comm, meeting, turns, f"buffers of {name}", synchronise)
     arrays = [(key, tensor.detach().numpy()) for key, tensor in model.state_dict().items()]
-    compared = _times(comm, meeting, turns, lambda: check.compare(arrays))
+    compared = _times(comm, meeting, turns, f"checks of {name}", lambda: check.compare(arrays))
     held = sum(tensor.nbytes for tensor in model.buffers())
     own.close()
     interval = config.load().check_every
     return StateRow(name, held, sum(array.nbytes for _, array in arrays), synchronised, compared, interval)
 
 
-def _times(comm: Communicator, meeting: Meeting, turns: int, act: Callable[[], None]) -> Sample:
+def _times(comm: Communicator, meeting: Meeting, turns: int, what: str, act: Callable[[], None]) -> Sample:
     """Seconds from when the last rank begins to when the last rank is done."""
     act()
     times = []
-    for _ in range(turns):
+    for _ in rounds(what, turns):
         meeting()
         begin = time.perf_counter_ns()
         act()

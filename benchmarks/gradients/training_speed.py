@@ -18,6 +18,7 @@ import numpy as np
 
 from multiring import Communicator
 from multiring.benchmarks.measure import Meeting, Ratio, durations
+from multiring.benchmarks.progress import rounds
 from multiring.commands.frameworks import Framework, OwnWay
 from multiring.models.data.loader import Batch
 from multiring.models.frameworks import load_trainer
@@ -193,7 +194,7 @@ def _take_turns(
     per_turn = int(np.clip(TURN_SECONDS / slowest, 1, MAX_STEPS))
     turns = int(np.clip(seconds / (per_turn * slowest), FEWEST_TURNS, MAX_TURNS))
     times = np.empty((turns, len(kinds), 2), np.int64)
-    for turn in range(turns):
+    for turn in rounds("training of ResNet-20", turns):
         # Every other round the other way round, so that none always comes after the same one.
         order = range(len(kinds)) if turn % 2 == 0 else reversed(range(len(kinds)))
         for index in order:

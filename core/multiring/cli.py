@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -58,9 +59,20 @@ def _dispatch(arguments: list[str]) -> int:
         module.add_arguments(parser)
         return int(module.main(parser.parse_args(arguments[1:])))
     parser = _top_parser()
+    if meant := _run_meant(arguments):
+        parser.error(f"{arguments[0]} begins no command; is `{shlex.join(meant)}` meant?")
     parser.parse_args(arguments[:1])  # ends the process for --help, --version and what is not understood
     parser.print_help()
     return 0
+
+
+def _run_meant(arguments: Sequence[str]) -> list[str]:
+    """The command of which these words are the options, or a program and its options; none: there is none."""
+    if not arguments or arguments[0] in ("-h", "--help", "--version"):
+        return []
+    if arguments[0].endswith(".py"):
+        return ["multiring", "run", "-np", "2", *arguments]
+    return ["multiring", "run", *arguments] if arguments[0].startswith("-") and len(arguments) > 1 else []
 
 
 def _load(name: str, command: Command) -> ModuleType:
@@ -83,7 +95,6 @@ def _top_parser() -> CommandParser:
         usage="multiring command [options]",
         description="Synchronous data-parallel training on several processes.",
         epilog="commands:\n" + "\n".join(lines) + "\n\n`multiring command --help` tells more about one.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"multiring {version()}")

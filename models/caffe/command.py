@@ -36,7 +36,6 @@ __all__ = ["add_arguments", "main"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the commands."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", required=True, metavar="train|test|time")
     train = commands.add_parser("train", help="train a net, as `caffe train` does", allow_abbrev=False)
     train.add_argument("--solver", required=True, metavar="FILE", help="the solver's prototxt")

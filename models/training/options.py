@@ -293,7 +293,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command; its namespace goes to `multiring.models.train.main`.
     """
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     parser.usage = "multiring train [-np N] [options]"
     groups: dict[str, argparse._ArgumentGroup] = {}

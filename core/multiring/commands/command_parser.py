@@ -1,9 +1,12 @@
-"""The parser of the commands: where words are not understood it says so first, and what may be meant."""
+"""The parser of the commands: where words are not understood it says so first, and what may be meant; and its
+help fits the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -36,8 +39,50 @@ _OPTION_CUTOFF = 0.75  # of difflib: short options have the dashes in common
 _VALUES = {"pytorch": "torch", "keras": "tensorflow", "tf": "tensorflow", "chainermn": "chainer"}
 
 
+# A line of two columns: a word or more, two spaces, and what is said about them.
+_ENTRY = re.compile(r"( *\S.*? {2,})(\S.*)")
+_FULL_LINE = 90  # columns from which on a line of a text in the sources goes on in the next one
+
+
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are two lines."""
+    """An ArgumentParser whose errors are two lines, and whose texts keep their lines where these fit."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, formatter_class=_HelpFormatter, **kwargs)
+
+        self._plain: frozenset[str] | None = None  # options that --help shows; None: all
+
+    def shorten_help(self, plain: Iterable[str], rest: str) -> None:
+        """Have --help show some options only, and --help-all everything.
+
+        Args:
+            plain: Their names, as in the namespace.
+            rest: What --help-all shows.
+        """
+        self._plain = frozenset({"help", "help_all", *plain})
+        self.add_argument("--help-all", action=_HelpAll, help=f"show {rest}")
+
+    def format_help(self) -> str:
+        """As that of the base class, or the shortened help."""
+        if self._plain is None:
+            return super().format_help()
+        hidden = [(action, action.help) for action in self._actions if action.dest not in self._plain]
+        usage, epilog = self.usage, self.epilog
+        for action, _ in hidden:
+            action.help = argparse.SUPPRESS
+        self.usage, self.epilog = f"{self.prog} [options]", None
+        try:
+            return super().format_help()
+        finally:
+            self.usage, self.epilog = usage, epilog
+            for action, text in hidden:
+                action.help = text
+
+    def show_all(self) -> NoReturn:
+        """Show the whole help, and end the process."""
+        self._plain = None
+        self.print_help()
+        self.exit()
 
     def parse_args(  # type: ignore[override]  # the base class has an overload for each kind of namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -73,6 +118,48 @@ class CommandParser(argparse.ArgumentParser):
             if ours in have:
                 return ours
         return _nearest(written, [each for each in have if each.startswith("--")], _OPTION_CUTOFF)
+
+
+class _HelpAll(argparse.Action):
+    """The option that shows the whole help."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *values: Any
+    ) -> NoReturn:
+        assert isinstance(parser, CommandParser)
+        parser.show_all()
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps lines that are longer than the terminal is wide, entries of two columns within their column."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs: list[tuple[str, str]] = []  # what begins a paragraph, and the rest
+        is_full = False  # the line before goes on in the next one
+        for line in text.splitlines():
+            words = line.lstrip()
+            margin = line[: len(line) - len(words)]
+            entry = _ENTRY.fullmatch(line)
+            goes_on = paragraphs and is_full and len(margin) == len(paragraphs[-1][0])
+            if words and goes_on and entry is None:
+                paragraphs[-1] = (paragraphs[-1][0], f"{paragraphs[-1][1]} {words}")
+            else:
+                paragraphs.append((entry[1], entry[2]) if entry else (margin, words))
+            is_full = len(line) >= _FULL_LINE
+        return "\n".join(
+            textwrap.fill(
+                rest,
+                width,
+                initial_indent=indent + begin,
+                subsequent_indent=indent + " " * len(begin),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for begin, rest in paragraphs
+        )
 
 
 def _nearest_value(value: Any, choices: Sequence[Any]) -> str:

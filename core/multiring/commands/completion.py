@@ -25,7 +25,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `multiring completion`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     parser.add_argument("shell", nargs="?", choices=SHELLS, help="the shell that completes")
 

@@ -27,7 +27,6 @@ _TURN_SECONDS = 0.004
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `multiring tune`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "It is a job itself: start it on the hosts, and with as many ranks on each, as the jobs that are to\n"
         "use what it finds. Nothing else should be running there.\n\n"

@@ -64,6 +64,21 @@ def test_env_shows_what_is_set_without_the_native_library() -> None:
 
 def test_a_command_that_is_not_there_is_told_with_the_one_meant() -> None:
     assert "is 'doctor' meant?" in refused("docter")
+    assert "is `multiring run -np 4 a.py --lr 1` meant?" in refused("-np", "4", "a.py", "--lr", "1")
+    assert "is `multiring run -np 2 a.py 'b c'` meant?" in refused("a.py", "b c")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_the_terminal(
+    name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([name, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    too_long = [line for line in lines if len(line) > columns and " " in line.strip()[columns // 2 :]]
+    assert not too_long
 
 
 @pytest.mark.parametrize(

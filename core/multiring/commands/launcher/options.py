@@ -50,7 +50,6 @@ exit code:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `multiring run`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     parser.usage = "multiring run -np N [options] program [arguments ...]\n       "
     parser.usage += "multiring run -np N [options] -m module [arguments ...]"
@@ -62,57 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number_of("ranks"),
         metavar="N",
         help="number of ranks to start (with -H, --hostfile or several hosts of Slurm's: default all slots)",
-    )
-    add_host_arguments(parser)
-    parser.add_argument(
-        "--engine",
-        choices=CHOICES,
-        default="auto",
-        help="what starts ranks on other hosts; auto: srun where Slurm has allocated all of them, ssh "
-        "elsewhere [auto]",
-    )
-    parser.add_argument(
-        "--mode",
-        metavar="M",
-        help="how allreduces run: across hosts as 4x8 or 4tx8d, on one direct, staged or rounds "
-        "[chosen by their size]",
-    )
-    parser.add_argument(
-        "--order",
-        type=str.lower,  # as the variable that it sets
-        choices=("canonical", "any"),
-        help="in which order allreduces across hosts add; any: rings may run, and bits depend on where ranks "
-        "are [canonical]",
-    )
-    parser.add_argument(
-        "--nccl",
-        type=str.lower,
-        choices=("off", "host", "hierarchical", "all"),
-        help="where arrays on GPUs pass by NCCL in any order (--order any): nowhere, within one host, within "
-        "each of several, among all ranks [host]",
-    )
-    parser.add_argument(
-        "--host-links",
-        type=str.lower,
-        choices=("switch", "ring", "line"),
-        help="which hosts reach which: each each, or its neighbours in the order of -H alone [switch]",
-    )
-    parser.add_argument(
-        "--interfaces",
-        metavar="LIST",
-        help="network interfaces between hosts, as eth0,10.0.0.0/8 or ^docker0 [all that are up]",
-    )
-    parser.add_argument(
-        "--bind",
-        choices=("core", "none"),
-        help="core: give each rank an equal share of the processors; none: leave that to the kernel "
-        "(default: core if there is a processor for each rank)",
-    )
-    parser.add_argument(
-        "--devices",
-        metavar="LIST",
-        help="GPU that each rank of a host sees, as its first and only one: auto, or as 0,1,3, as "
-        "CUDA_VISIBLE_DEVICES, which it replaces, names them; 0,0 lets two share one [all ranks see all]",
     )
     parser.add_argument(
         "--timeout",
@@ -141,6 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="set a variable for the ranks; may be repeated",
     )
     parser.add_argument(
+        "--devices",
+        metavar="LIST",
+        help="GPU that each rank of a host sees, as its first and only one: auto, or as 0,1,3, as "
+        "CUDA_VISIBLE_DEVICES, which it replaces, names them; 0,0 lets two share one [all ranks see all]",
+    )
+    parser.add_argument(
         "--horovod",
         action="store_true",
         help="`import horovod.torch` gives multiring.horovod.torch, and HOROVOD_RANK and others are set "
@@ -150,9 +104,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module ...", help="run a Python module"
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="program ...", help="what to run")
+    hosts = parser.add_argument_group("several hosts")
+    add_host_arguments(hosts)
+    hosts.add_argument(
+        "--engine",
+        choices=CHOICES,
+        default="auto",
+        help="what starts ranks on other hosts; auto: srun where Slurm has allocated all of them, ssh "
+        "elsewhere [auto]",
+    )
+    hosts.add_argument(
+        "--interfaces",
+        metavar="LIST",
+        help="network interfaces between hosts, as eth0,10.0.0.0/8 or ^docker0 [all that are up]",
+    )
+    expert = parser.add_argument_group("expert")
+    expert.add_argument(
+        "--bind",
+        choices=("core", "none"),
+        help="core: give each rank an equal share of the processors; none: leave that to the kernel "
+        "(default: core if there is a processor for each rank)",
+    )
+    expert.add_argument(
+        "--mode",
+        metavar="M",
+        help="how allreduces run: across hosts as 4x8 or 4tx8d, on one direct, staged or rounds "
+        "[chosen by their size]",
+    )
+    expert.add_argument(
+        "--order",
+        type=str.lower,  # as the variable that it sets
+        choices=("canonical", "any"),
+        help="in which order allreduces across hosts add; any: rings may run, and bits depend on where ranks "
+        "are [canonical]",
+    )
+    expert.add_argument(
+        "--nccl",
+        type=str.lower,
+        choices=("off", "host", "hierarchical", "all"),
+        help="where arrays on GPUs pass by NCCL in any order (--order any): nowhere, within one host, within "
+        "each of several, among all ranks [host]",
+    )
+    expert.add_argument(
+        "--host-links",
+        type=str.lower,
+        choices=("switch", "ring", "line"),
+        help="which hosts reach which: each each, or its neighbours in the order of -H alone [switch]",
+    )
 
 
-def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+def add_host_arguments(parser: argparse._ActionsContainer) -> None:
     """Adds the options that say which hosts there are and how they are reached."""
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument(

@@ -39,12 +39,12 @@ _OF_SEVERAL_HOSTS: dict[str, object] = {
     "host_links": "switch",
     "segment": 0,
 }
+_ASSUMED_HOSTS = 2
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `multiring plan`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "Nothing is measured or sent: the cluster is the one that the options describe.\n\n"
         "  multiring plan --ranks-per-host 4 --hosts 8 --bytes 100M --rate 10gbit\n"
@@ -68,7 +68,6 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts",
         "--layout",
         type=_layout,
-        default=2,
         metavar="N",
         help="number of hosts, hosts and ranks on each as 2x4, or the ranks of each as 1+3 or 2+1+2 [2]",
     )
@@ -174,6 +173,11 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Prints what a job would run. Raises UsageError for a mode that does not fit the cluster."""
+    if args.hosts is None:
+        args.hosts = _ASSUMED_HOSTS
+        if args.ranks_per_host is None and not args.json:
+            assumed = f"multiring plan: {_ASSUMED_HOSTS} hosts of 1 rank are assumed; --hosts 4x8 names yours"
+            print(assumed, file=sys.stderr)
     collective, request, model = _described(args)
     if len(collective.cluster.ranks) == 1:
         _refuse_what_needs_hosts(args)
