@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import sys
 
 from multiring import _core as native
 from multiring import config, units
