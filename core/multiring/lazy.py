@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 __all__ = ["lazy_names"]
@@ -16,6 +17,24 @@ _ELSEWHERE = {
     **dict.fromkeys(("get_rank", "process_index"), "multiring.rank()"),
     **dict.fromkeys(("get_world_size", "process_count", "world_size", "num_ranks"), "multiring.size()"),
     **dict.fromkeys(("get_local_rank", "local_process_index"), "multiring.local_rank()"),
+}
+# What to write for names that only the package of a framework has.
+_OF_FRAMEWORKS = {
+    **dict.fromkeys(
+        ("DistributedDataParallel", "DDP"),
+        "write multiring.torch.register_gradient_hooks(model), or keep torch's own and begin by "
+        'torch.distributed.init_process_group("multiring")',
+    ),
+    "DistributedSampler": "write torch.utils.data.DistributedSampler(data, comm.size, comm.rank)",
+    "distribute": "write multiring.jax.distribute",
+    "shard_dataset": "write multiring.tensorflow.shard_dataset",
+    **{
+        name: f"each framework has its own, as multiring.torch.{name} (docs/reference)"
+        for name in (
+            *("DistributedOptimizer", "SyncBatchNorm", "average_metrics", "broadcast_optimizer_state"),
+            *("broadcast_parameters", "convert_sync_batchnorm", "register_gradient_hooks"),
+        )
+    },
 }
 # Functions of multiring itself, that others have beside those of a framework.
 _OF_THE_JOB = (
@@ -44,6 +63,8 @@ def lazy_names(
         missing = f"module {package!r} has no attribute {name!r}"
         if home is None:
             if meant := _meant(package, name):
+                if _is_imported_by(sys._getframe(1)):  # an AttributeError would be replaced
+                    raise ImportError(f"cannot import name {name!r} from {package!r}: {meant}", name=package)
                 raise AttributeError(f"{missing}: {meant}")
             # Python suggests similar names of the module that the error names.
             raise AttributeError(missing, name=name, obj=module)
@@ -60,8 +81,17 @@ def lazy_names(
     return find, lambda: sorted({*vars(module), *module.__all__})
 
 
+def _is_imported_by(frame: FrameType) -> bool:
+    """Whether the frame is at a `from ... import ...`."""
+    import opcode
+
+    return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
+
+
 def _meant(package: str, name: str) -> str:
     """What to write in the place of a name that is not in a package; empty: not known."""
+    if package == "multiring" and name in _OF_FRAMEWORKS:
+        return _OF_FRAMEWORKS[name]
     if package == "multiring.horovod" and name in (*_OF_THE_JOB, *_COLLECTIVES):
         return "each framework has its own, import multiring.horovod.torch as hvd"
     if name in _ELSEWHERE:

@@ -151,7 +151,9 @@ def _alone(launcher: str) -> str:
 
 
 def _two_ranks() -> str:
-    """The command that starts this program on two ranks."""
+    """The command that starts this program on two ranks; in a notebook the function."""
+    if "ipykernel" in sys.modules:
+        return "multiring.launch(fn, np=2)"
     script = sys.argv[0] if sys.argv else ""
     name = os.path.basename(script)
     is_ours = os.path.basename(os.path.dirname(script) if name == "__main__.py" else script) == "multiring"

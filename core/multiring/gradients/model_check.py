@@ -54,7 +54,8 @@ def check_same(
         compared = next(iter(having.values()))[1]
         advice = advice(_differing([found for _, found in having.values()]), compared)
     raise MismatchError(
-        f"rank {comm.rank} on {comm.host}: the ranks do not agree about the {what}: {difference}; {advice}",
+        f"rank {comm.rank} on {comm.host}: the ranks do not agree about the {what}: {difference}.\n"
+        f"    {advice[0].upper()}{advice[1:]}",
         rank=comm.rank,
         host=comm.host,
         operation="model check",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
     from multiring.work import Work
 
 __all__ = ["SameDataCheck"]
+
+# What gives each rank its share of the data, by the module that a program for it has imported.
+_SHARES = {
+    "torch": "torch.utils.data.DistributedSampler(data, comm.size, comm.rank)",
+    "tensorflow": "multiring.tensorflow.shard_dataset",
+    "chainer": "chainermn.scatter_dataset",
+}
 
 
 class SameDataCheck:
@@ -64,7 +72,11 @@ class SameDataCheck:
 def _text(size: int) -> str:
     return (
         f"all {size} ranks had the same gradients in the second step: most likely each trains on the same "
-        "data, which is no faster than one process. Give each rank its share: "
-        "torch.utils.data.DistributedSampler, multiring.tensorflow.shard_dataset, chainermn.scatter_dataset "
-        "or data[rank::size] (docs/correctness.md; check_every=0 turns this check off)"
+        f"data, which is no faster than one process. Give each rank its share, as by {_ways_to_share()} "
+        "(docs/correctness.md; check_every=0 turns this check off)"
     )
+
+
+def _ways_to_share() -> str:
+    ways = [way for framework, way in _SHARES.items() if framework in sys.modules]
+    return " or ".join([*ways, "data[comm.rank::comm.size]"])

@@ -8,10 +8,7 @@ __all__ = ["BROADCAST", "advice_for", "advice_in_general"]
 
 BROADCAST = "broadcast_parameters"
 
-_MORE = (
-    "(docs/correctness.md; check_every=0, or MULTIRING_CHECK_EVERY=0, turns this check off, as for weights "
-    "that each rank perturbs on its own while gradients are computed)"
-)
+_MORE = "(docs/correctness.md, also how to turn this check off)"
 
 
 def advice_for(
@@ -39,7 +36,7 @@ def advice_for(
         )
     elif step == 2:
         # Arrays that begin as zeros are equal without it, so that few may differ.
-        todo = f"most likely {call} was not called, on every rank, before the first step"
+        todo = f"most likely {call} was not called before the first step"
         if not has_numbers:
             todo += ", or the optimizers differ (learning rate, momentum: DistributedOptimizer compares them)"
     elif 2 * len(arrays) <= compared:

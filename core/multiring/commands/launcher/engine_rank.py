@@ -31,11 +31,11 @@ from multiring.commands.launcher.guardian import end_processes
 from multiring.commands.launcher.hosts import RankSlot
 from multiring.commands.launcher.process import RankProcess
 from multiring.commands.launcher.rank_starter import (
-    DEFAULTS,
     EXIT_NOT_EXECUTABLE,
     EXIT_NOT_FOUND,
     ProgramError,
     command_of,
+    defaults,
     enter_directory,
     own_python_first,
     placement_variables,
@@ -219,7 +219,7 @@ def _run(order: Mapping[str, Any], assignment: _Assignment, store: Store, hearin
 def _start(order: Mapping[str, Any], assignment: _Assignment, mark: str, *, piped: bool) -> _Rank:
     enter_directory(order["directory"])
     environ = {
-        **DEFAULTS,
+        **defaults(assignment.rank),
         **os.environ,
         **placement_variables(assignment.rank, assignment.size, assignment.slot),
         _MARK: mark,

@@ -21,13 +21,13 @@ from multiring.commands.launcher.process import RankProcess
 from multiring.commands.launcher.remote_ranks import SSH, RemoteHost
 
 __all__ = [
-    "DEFAULTS",
     "EXIT_NOT_EXECUTABLE",
     "EXIT_NOT_FOUND",
     "JobOptions",
     "ProgramError",
     "RankStarter",
     "command_of",
+    "defaults",
     "enter_directory",
     "may_read_stdin",
     "own_python_first",
@@ -102,6 +102,8 @@ class ProgramError(Exception):
 
 # Without these a rank's output comes late and a crash in native code leaves no trace.
 DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+# What TensorFlow says when it starts is the same on all ranks: that of rank 0 is enough, but for warnings.
+_OTHER_RANKS = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
 class RankStarter:
@@ -161,7 +163,7 @@ class RankStarter:
                 self._hosts[slot.host] = self._connect(slot.host)
             return self._hosts[slot.host].ranks[rank]
         devices = self._devices[slot.local_rank]
-        environ = {**DEFAULTS, **self._environ, **self._threads, **devices, **variables}
+        environ = {**defaults(rank), **self._environ, **self._threads, **devices, **variables}
         return RankProcess(
             rank,
             self._command,
@@ -198,6 +200,11 @@ class RankStarter:
             selector=self.selector,
             wake=self.wake,
         )
+
+
+def defaults(rank: int) -> dict[str, str]:
+    """Variables that a rank gets unless the user has set them."""
+    return DEFAULTS if rank == 0 else {**DEFAULTS, **_OTHER_RANKS}
 
 
 def enter_directory(directory: str) -> None:

@@ -155,8 +155,10 @@ def _others(culprit: RankEnd, others: Sequence[RankEnd]) -> list[str]:
             continue
         if end.code == 0:
             how = "had ended with exit code 0" if not end.by_launcher else "ended when told to"
-        elif end.by_launcher:
-            how = f"ended by the launcher ({end.how()})" if end.code is not None else end.how()
+        elif end.code is None:
+            how = end.how()
+        elif end.by_launcher and _signal_of(end.code):
+            how = f"ended by the launcher ({end.how()})"
         else:
             how = f"failed as well ({end.how()})"
         groups.setdefault(how, []).append(end.rank)

@@ -52,7 +52,8 @@ _OWN = re.compile(
     r"|(?<= \[process group )(?P<group>[^\]\n]*?)(?:, rank \d+|; rank \d+ in it)(?=\]$)"
     r"|, seen on rank \d+(?=:)"
     r"|(?<= at )0x[0-9a-f]+(?=>)"
-    r"|(?<=PeerLostError: )(?:rank \d+ stopped all ranks: )?rank \d+ on [^,:]+(?=[,:])",
+    r"|(?<=PeerLostError: )(?:rank \d+ stopped all ranks: )?rank \d+ on [^,:]+(?=[,:])"
+    r"|(?<=MismatchError: )rank \d+ on [^,:]+(?=: the ranks do not agree )",
     re.MULTILINE,
 )
 # The exceptions that Ctrl-C leads to, by the first line of their message: on the ranks, and on those that
