@@ -95,7 +95,7 @@ $(VENV)/.build-tools: $(VENV)/.created $(CONSTRAINTS)
 
 # The site is made from the sources: multiring need not be installed.
 $(VENV)/.docs: $(VENV)/.created $(CONSTRAINTS)
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) mkdocs 'mkdocstrings[python]'
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) mkdocs 'mkdocstrings[python]' pygments
 	touch $@
 
 # The library is compiled while its requirements are fetched, which one process does: it goes first.

@@ -10,9 +10,17 @@ from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
+from pygments.formatters import HtmlFormatter
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGE = _ROOT / "build" / "docs"
+_LAYOUT = """
+.wy-nav-content { max-width: 64rem; }
+.rst-content pre, .rst-content .highlight pre { overflow-x: auto; white-space: pre; font-size: 80%; }
+.rst-content table { font-size: 90%; }
+.wy-table-responsive table td, .wy-table-responsive table th { white-space: normal; }
+.wy-side-nav-search { position: sticky; top: 0; z-index: 1; }
+"""
 _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*)([^)#\s:]+)(#[^)]*)?\)")
 
 
@@ -37,10 +45,16 @@ def _link(target: Path, source: Path, inner: set[str]) -> None:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Makes the README the front page."""
+    """Makes the README the front page, and adds the stylesheet."""
     text = (_ROOT / "README.md").read_text()
     files.append(File.generated(config, "index.md", content=re.sub(r"\]\(docs/", "](", text)))
+    files.append(File.generated(config, "code.css", content=_style()))
     return files
+
+
+def _style() -> str:
+    """The colours of code, pages that are wide enough for its lines, and a search that does not scroll away."""
+    return f"{HtmlFormatter().get_style_defs('.highlight')}\n{_LAYOUT}"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
