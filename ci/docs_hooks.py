@@ -53,7 +53,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def _style() -> str:
-    """The colours of code, pages that are wide enough for its lines, and a search that does not scroll away."""
+    """The stylesheet: colours of code, pages as wide as its lines, and a search that does not scroll away."""
     return f"{HtmlFormatter().get_style_defs('.highlight')}\n{_LAYOUT}"
 
 

@@ -31,7 +31,7 @@ from multiring.models.trainers.recipe import Recipe
 from multiring.models.trainers.trainer import Trainer
 from multiring.models.training import checkpoint, outputs
 from multiring.models.training.checkpoint import Checkpoint
-from multiring.models.training.comparison import measure_one_rank
+from multiring.models.training.comparison import measure_alone
 from multiring.models.training.driver import Driver, Job, Result
 from multiring.models.training.dry_run import check, render
 from multiring.models.training.options import TrainOptions, add_arguments
@@ -81,7 +81,8 @@ def _start(options: TrainOptions) -> NoReturn:
         # Before the comparison takes its time. A run without a directory gets a new one.
         if options.output_dir is not None and options.resume is None and not options.overwrite:
             outputs.refuse_earlier_results(Path(options.output_dir))
-        inner = replace(inner, one_rank_speed=measure_one_rank(options))
+        one_rank, unsynchronised = measure_alone(options)
+        inner = replace(inner, one_rank_speed=one_rank, unsynchronised_speed=unsynchronised)
     assert options.np is not None
     start_ranks(options.np, "-m", "multiring.models.train", *inner.to_arguments())
 

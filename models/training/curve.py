@@ -18,7 +18,13 @@ TEST = ("test", "#d1600a")
 THROUGHPUT = ("all ranks", "#2c7a4b")
 
 
-def plot_curve(records: Records, path: Path, title: str, one_rank_speed: float | None = None) -> None:
+def plot_curve(
+    records: Records,
+    path: Path,
+    title: str,
+    one_rank_speed: float | None = None,
+    unsynchronised_speed: float | None = None,
+) -> None:
     """Draw loss, accuracy and throughput over the epochs into a PNG.
 
     Args:
@@ -26,6 +32,7 @@ def plot_curve(records: Records, path: Path, title: str, one_rank_speed: float |
         path: The picture.
         title: Headline.
         one_rank_speed: Images per second of one rank with the same share of the host, to compare with.
+        unsynchronised_speed: Images per second of as many ranks that do not wait for one another.
     """
     # The picture needs no display, and the caller's own figures are left alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -41,7 +48,11 @@ def plot_curve(records: Records, path: Path, title: str, one_rank_speed: float |
     tests = [record for record in epochs if "test_loss" in record]
     _loss(panels["loss"], [record for record in records if record["kind"] == "step"], epochs, tests)
     _accuracy(panels["accuracy"], epochs, tests)
-    _throughput(panels["speed"], epochs, one_rank_speed)
+    alone = {
+        "as many ranks that do not wait for one another": (unsynchronised_speed, "#999999", ":"),
+        "one rank alone, on its share of this host": (one_rank_speed, "#666666", "--"),
+    }
+    _throughput(panels["speed"], epochs, alone)
     end = max((record["position"] for record in records), default=1.0)
     for axes in panels.values():
         axes.set_xlim(0, 1.02 * end)
@@ -73,15 +84,16 @@ def _accuracy(axes: Axes, epochs: Records, tests: Records) -> None:
     _label(axes, f"accuracy{reached}", "right answers, %")
 
 
-def _throughput(axes: Axes, epochs: Records, one_rank_speed: float | None) -> None:
+def _throughput(axes: Axes, epochs: Records, alone: dict[str, tuple[float | None, str, str]]) -> None:
     timed = [record for record in epochs if "images_per_second" in record]
     _line(axes, timed, [record["images_per_second"] for record in timed], THROUGHPUT)
-    if one_rank_speed is not None:
-        label = "one rank alone, on its share of this host"
-        axes.axhline(one_rank_speed, color="#666666", linestyle="--", label=label)
+    speeds = [record["images_per_second"] for record in timed]
+    for label, (speed, colour, style) in alone.items():
+        if speed is not None:
+            axes.axhline(speed, color=colour, linestyle=style, label=label)
+            speeds.append(speed)
     _label(axes, "throughput of the training steps", "images/s")
-    fastest = max([record["images_per_second"] for record in timed] + [one_rank_speed or 0.0])
-    axes.set_ylim(0, 1.15 * fastest or 1.0)
+    axes.set_ylim(0, 1.15 * max(speeds, default=0.0) or 1.0)
 
 
 def _line(axes: Axes, records: Records, values: list[float], style: tuple[str, str]) -> None:

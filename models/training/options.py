@@ -148,10 +148,12 @@ class TrainOptions:
     report: bool = _switch(True, "write a TensorBoard log and the curve as PNG")
     compare: bool = _option(
         False,
-        "with -np: train for a few steps on one rank first, and tell how much faster the job is",
+        "with -np: train for a few steps on one rank first, and on all without synchronisation, and tell how "
+        "much faster the job is",
         action="store_true",
     )
     one_rank_speed: float | None = _option(None, argparse.SUPPRESS, type=float)
+    unsynchronised_speed: float | None = _option(None, argparse.SUPPRESS, type=float)
     progress_terminal: str | None = _option(None, argparse.SUPPRESS)
 
     def __post_init__(self) -> None:

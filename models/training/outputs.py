@@ -87,10 +87,12 @@ class DirectoryOutputs:
         if self._events is not None:
             self._events.close()
 
-    def draw(self, title: str, one_rank_speed: float | None = None) -> Path:
+    def draw(
+        self, title: str, one_rank_speed: float | None = None, unsynchronised_speed: float | None = None
+    ) -> Path:
         """Draw the curve of all records, earlier ones of a resumed training included; returns its path."""
         path = self._directory / CURVE
-        plot_curve(read_metrics(self._directory / METRICS), path, title, one_rank_speed)
+        plot_curve(read_metrics(self._directory / METRICS), path, title, one_rank_speed, unsynchronised_speed)
         return path
 
 

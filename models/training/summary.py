@@ -39,21 +39,26 @@ def summarise(job: Job, result: Result, seconds: float, written: DirectoryOutput
         f"{result.seconds:.1f} s at {speed:.0f} images/s; {seconds:.1f} s in all",
         "test": _tested(result),
     }
-    one_rank = job.options.one_rank_speed
-    compared: dict[str, Any] = {}
-    gain = efficiency = ""
-    if one_rank is not None and not (one_rank and result.steady_speed):
+    one_rank, unsynchronised = job.options.one_rank_speed, job.options.unsynchronised_speed
+    compared: dict[str, float] = {}
+    gain = in_step = ""
+    if one_rank is not None and not (one_rank and unsynchronised and result.steady_speed):
         lines["speed-up"] = f"not measured: fewer than {WARM_UP_STEPS + 1} steps"
-    elif one_rank is not None:
-        compared = comparison(result.steady_speed, one_rank, job.comm.size)
+    elif one_rank is not None and unsynchronised is not None:
+        compared = comparison(result.steady_speed, (one_rank, unsynchronised), job.comm.size)
         gain = f"{compared['speed_up']:.2f} times one rank"
-        efficiency = f"efficiency {100 * compared['efficiency']:.0f} %"
-        lines["speed-up"] = f"{gain} with the same share of this host ({one_rank:.0f} images/s), {efficiency}"
+        lines["speed-up"] = (
+            f"{gain} with the same share of this host ({one_rank:.0f} images/s), efficiency "
+            f"{100 * compared['efficiency']:.0f} %"
+        )
+        in_step = f"{100 * compared['efficiency_beside_unsynchronised']:.0f} %"
+        in_step += f" of the speed of {job.comm.size} ranks that do not wait for one another"
+        lines["in step"] = f"{in_step} ({unsynchronised:.0f} images/s)"
     if job.options.report:
         title = f"ResNet-{job.spec.depth}, {job.dataset.description}, {_ranks(job)}"
         if compared:
-            title += f"\n{gain}, {efficiency}"
-        lines["curve"] = str(written.draw(title, one_rank or None))
+            title += f"\n{gain}; {in_step}"
+        lines["curve"] = str(written.draw(title, one_rank or None, unsynchronised or None))
         lines["log"] = f"tensorboard --logdir {job.output_dir / outputs.TENSORBOARD}"
     lines["metrics"] = str(job.output_dir / outputs.METRICS)
     lines["checkpoint"] = str(result.checkpoint) if result.checkpoint else "none was due"

@@ -78,11 +78,13 @@ def test_what_the_curve_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     for count in (0, 1, 3):
-        plot_curve(RECORDS[:count], tmp_path / "curve.png", "a title", one_rank_speed=50.0)
+        plot_curve(
+            RECORDS[:count], tmp_path / "curve.png", "a title", one_rank_speed=50.0, unsynchronised_speed=90.0
+        )
     loss, accuracy, throughput = drawn[-1].axes
     assert [list(line.get_ydata()) for line in loss.lines] == [[2.0], [1.5, 0.5], [0.6]]
     assert [list(line.get_ydata()) for line in accuracy.lines] == [[50.0, 100.0], [90.0]]
-    assert [list(line.get_ydata()) for line in throughput.lines] == [[80.0], [50.0, 50.0]]
+    assert [list(line.get_ydata()) for line in throughput.lines] == [[80.0], [90.0, 90.0], [50.0, 50.0]]
 
 
 def test_plain_lines_are_rare_but_epochs_always_show(monkeypatch: pytest.MonkeyPatch) -> None:
