@@ -17,6 +17,7 @@ _PACKAGE = _ROOT / "build" / "docs"
 _LAYOUT = """
 .wy-nav-content { max-width: 64rem; }
 .rst-content pre, .rst-content .highlight pre { overflow-x: auto; white-space: pre; font-size: 80%; }
+.rst-content .highlight pre { border: 0; margin: 0; padding: 0; }
 .rst-content table { font-size: 90%; }
 .wy-table-responsive table td, .wy-table-responsive table th { white-space: normal; }
 .wy-side-nav-search { position: sticky; top: 0; z-index: 1; }

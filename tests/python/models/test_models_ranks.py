@@ -96,7 +96,6 @@ def test_a_job_is_compared_with_one_rank(tmp_path: Path) -> None:
     in_step = summary["steady_images_per_second"] / summary["unsynchronised_images_per_second"]
     assert summary["efficiency_beside_unsynchronised"] == pytest.approx(in_step)
     assert f"in step    {100 * in_step:.0f} % of the speed of 2 ranks that do not wait" in told
-    )
     assert f"speed-up   {speed_up:.2f} times one rank with the same share of this host" in told
     again = run_multiring("train", "-np", "2", "--compare", *words, code=2)
     assert again.stdout == ""  # before anything is measured
