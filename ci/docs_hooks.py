@@ -21,6 +21,7 @@ _LAYOUT = """
 .rst-content table { font-size: 90%; }
 .wy-table-responsive table td, .wy-table-responsive table th { white-space: normal; }
 .wy-side-nav-search { position: sticky; top: 0; z-index: 1; }
+.wy-side-nav-search > a.tutorial { font-size: 90%; margin: 0.5rem 0 0; padding: 0; }
 """
 _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*)([^)#\s:]+)(#[^)]*)?\)")
 
