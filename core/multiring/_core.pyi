@@ -64,6 +64,7 @@ __all__: list[str] = [
     "documented_algorithms",
     "dtype_size",
     "export_device_memory",
+    "fail_waits",
     "find_device_libraries",
     "has_plans",
     "import_device_memory",
@@ -75,8 +76,10 @@ __all__: list[str] = [
     "pair_addresses",
     "plan_limit",
     "predict_steps",
+    "program_calls",
     "require_memory",
     "tell_sites",
+    "waits",
 ]
 
 class Result:
@@ -1195,6 +1198,11 @@ def export_device_memory(device: typing.SupportsInt | typing.SupportsIndex) -> t
     2 MiB for another process to have, until this one ends: its handle, and its address here.
     """
 
+def fail_waits(number: typing.SupportsInt | typing.SupportsIndex, message: str) -> None:
+    """
+    Breaks the communicators of a number by a mismatch.
+    """
+
 def find_device_libraries(sites: collections.abc.Sequence[str]) -> list[DeviceLibrary]:
     """
     Opens the libraries for devices; sites: folders that wheels are installed in.
@@ -1249,6 +1257,12 @@ def predict_steps(plan: Plan, model: CostModel) -> list[float]:
     Predicted seconds of each step in which chunks go whole.
     """
 
+def program_calls() -> tuple[int, int, int]:
+    """
+    The threads that have communicated, the calls that they have begun, and the number of the communicator for
+    which the last call waits; 0: that is not known, or the call has ended.
+    """
+
 def require_memory(array: typing.Any) -> None:
     """
     Raises a usage error if the memory of an array does not hold its elements, or it has none.
@@ -1257,6 +1271,12 @@ def require_memory(array: typing.Any) -> None:
 def tell_sites() -> None:
     """
     Lets libraries for devices be found in the folders of sys.path; for arrays of native code.
+    """
+
+def waits() -> list:
+    """
+    The operations in progress, each as the number of its communicator, its text, the name, host and process
+    of this rank, and the same of the ranks that are awaited.
     """
 
 _interpreter: typing.Any
