@@ -23,12 +23,12 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo:
 	@echo "Installing into $(VENV): the native library is compiled while PyTorch is fetched"
-	@$(MAKE) --no-print-directory -j2 -Oline $(VENV)/.demo
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.demo
 	$(BIN)/multiring train -np 2 --depth 8 --data digits --compare --output-dir runs/demo --overwrite
 
 # The C++ tests need no framework: they and the library are compiled while those are fetched.
 test:
-	ci/step.sh installation $(MAKE) -j3 -Oline develop test-cpp-objects
+	ci/step.sh installation $(MAKE) -j3 develop test-cpp-objects
 	ci/step.sh style ci/check.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" ci/step.sh "C++ tests" ci/test_cpp.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" ci/step.sh "C++ tests, addresses" ci/test_cpp.sh address
