@@ -27,6 +27,7 @@ FULL = {
         "horovod/test_horovod_tensorflow_reading.py",
         "horovod/test_horovod_tensorflow_sessions.py",
         "horovod/test_horovod_tensorflow_training.py",
+        "horovod/test_horovod_tf_keras.py",
         "jax/test_jax_correctness.py",
         "jax/test_jax_state_check.py",
         "jax/test_jax_training.py",

@@ -16,6 +16,7 @@ from multiring.derived import reserve_name, shared_queue
 from multiring.error_text import address_for_native_code
 from multiring.errors import InternalError, UsageError
 from multiring.jax.internals import ThreadEffect, forget_failed_programs
+from multiring.lazy import made_once
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -32,7 +33,7 @@ _numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictiona
 _communicators: dict[int, weakref.ref[Communicator]] = {}  # by these numbers
 
 
-@functools.cache
+@made_once
 def library() -> ctypes.CDLL:
     """The native handlers, which are made known to XLA once per process.
 

@@ -228,14 +228,7 @@ class GradientPlacement:
         tensor, address, now = plain
         return _Reduced(tensor, address, now, None)
 
-    def is_kept(self, number: int, gradient: Tensor) -> bool:
-        """Whether this is the tensor that was reduced last, not zeroed since."""
-        known = self._known(number)
-        if known is None or not known.is_tensor(gradient):
-            return False
-        return bool((gradient if gradient.layout is torch.strided else gradient.coalesce().values()).any())
-
-    def _is_other(self, number: int, gradient: Tensor) -> bool:
+    def is_other(self, number: int, gradient: Tensor) -> bool:
         """Return whether this is another tensor than that which was reduced last."""
         known = self._known(number)
         return known is None or not known.is_tensor(gradient)
@@ -289,7 +282,7 @@ class GradientPlacement:
             if (parameter := parameters[number]) is not None and (gradient := parameter.grad) is not None
         }
         if had_round or self.moment(parameters) == step:  # nothing was written to between the steps
-            given = {n: gradient for n, gradient in given.items() if self._is_other(n, gradient)}
+            given = {n: gradient for n, gradient in given.items() if self.is_other(n, gradient)}
         else:
             given = {n: gradient for n, gradient in given.items() if self.is_new(n, gradient)}
         return {id(parameters[number]): self._names[number] for number in given}

@@ -173,25 +173,28 @@ void bind_communicator(py::module_& module) {
         const ProgramCalls::Counts counts = ProgramCalls::counts();
         return py::make_tuple(counts.threads, counts.begun, counts.waits_on);
       },
-      "The threads that have communicated, the calls that they have begun, and the number of the communicator for\n"
+      "The threads that have communicated, the calls that they have begun, and the number of the "
+      "communicator for\n"
       "which the last call waits; 0: that is not known, or the call has ended.");
   module.def(
       "waits",
       [] {
         py::list found;
         for (const WaitInProgress& each : CommunicatorList::waits())
-          found.append(py::make_tuple(each.number, each.operation, each.on, each.late));
+          found.append(py::make_tuple(each.number, each.communicator, each.operation, each.on, each.late));
         return found;
       },
-      "The operations in progress, each as the number of its communicator, its text, the name, host and process\n"
+      "The operations in progress, each as number and name of its communicator, its text, the name, host and "
+      "process\n"
       "of this rank, and the same of the ranks that are awaited.");
   module.def(
       "fail_waits",
-      [](std::uint64_t number, const std::string& message) {
+      [](const std::string& communicator, const std::string& message) {
         const GilRelease release;
-        CommunicatorList::fail(number, message);
+        CommunicatorList::fail(communicator, message);
       },
-      py::arg("number"), py::arg("message"), "Breaks the communicators of a number by a mismatch.");
+      py::arg("communicator"), py::arg("message"),
+      "Breaks the communicator with a name that `waits` has told, on all of its ranks, by a mismatch.");
   using Released = py::call_guard<GilRelease>;
   bind_work(module);
   // The destructor joins the progress thread, which may need the GIL to release arrays.

@@ -228,11 +228,11 @@ void Exchange::throw_lost(const OperationCall& call, const WaitResult& result) c
                                       : "its process has died (killed, crashed or out of memory)";
   if (transport_.host(peer) != transport_.host(rank())) died += ", or its host cannot be reached any more";
   const std::string cause = result.peer_left ? cause_of_leaving(call, peer) : std::string();
-  const std::string left = !cause.empty()
-                               ? "it has left, and " + cause
-                               : "it has shut down or exited while others still needed it (had it fewer "
-                                 "batches than the others, is a collective behind `if comm.rank == 0:`, or did "
-                                 "it catch an error and leave?)";
+  const std::string left =
+      !cause.empty() ? "it has left, and " + cause
+                     : "it has shut down or exited while others still needed it (had it fewer "
+                       "batches than the others, is a collective behind `if comm.rank == 0:`, or did "
+                       "it catch an error and leave?)";
   throw Error(ErrorKind::kPeerLost,
               where(call) + ", lost " + name_of(peer) + " on " + transport_.host(peer) + " (process " +
                   std::to_string(transport_.process_id(peer)) + "): " + (result.peer_left ? left : died) +

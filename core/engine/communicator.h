@@ -60,8 +60,9 @@ struct WaitInProgress {
   /// Name of a rank, its host, and its process there.
   using Place = std::tuple<std::string, std::string, std::int64_t>;
 
-  std::uint64_t number;   ///< of the communicator
-  std::string operation;  ///< "barrier of communicator 'world'"
+  std::uint64_t number;      ///< of the communicator
+  std::string communicator;  ///< its name, or that of the named queue which has it
+  std::string operation;     ///< "barrier of communicator 'world'"
   Place on;
   std::vector<Place> late;  ///< that have not come to the operation; none: it waits for none
 };
@@ -122,6 +123,8 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Unlike that of any other communicator of the process; those of a named queue have one.
   std::uint64_t number() const { return number_.load(std::memory_order_relaxed); }
   void share_number(const Communicator& other) { number_.store(other.number(), std::memory_order_relaxed); }
+  /// Its name, or that of the named queue which has it.
+  std::string user_name() const;
   /// The collective in progress, or about to be; empty: nothing is to be done.
   std::optional<WaitInProgress> wait_in_progress() const;
   /// Whether the end of `rank` would be noticed on this host.

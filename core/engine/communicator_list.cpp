@@ -75,12 +75,12 @@ std::vector<WaitInProgress> CommunicatorList::waits() {
   return found;
 }
 
-void CommunicatorList::fail(std::uint64_t number, const std::string& message) {
+void CommunicatorList::fail(const std::string& name, const std::string& message) {
   std::vector<std::shared_ptr<Communicator>> found;
   {
     const std::lock_guard lock(listed().mutex);
     for (Communicator* const each : listed().communicators)
-      if (each->number() == number)
+      if (each->user_name() == name)
         if (auto held = each->weak_from_this().lock()) found.push_back(std::move(held));
   }
   for (const auto& each : found) {

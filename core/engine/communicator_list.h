@@ -27,8 +27,9 @@ class MULTIRING_API CommunicatorList {
   static std::string find_other_end(const Communicator* here, int world_rank);
   /// What is in progress in all communicators.
   static std::vector<WaitInProgress> waits();
-  /// Breaks the communicators of a number by a mismatch.
-  static void fail(std::uint64_t number, const std::string& message);
+  /// Breaks the communicator with WaitInProgress::communicator as its name, on all of its ranks, by a
+  /// mismatch.
+  static void fail(const std::string& name, const std::string& message);
 };
 
 }  // namespace multiring

@@ -1,5 +1,5 @@
-// This file holds what a thread of the program waits for besides its own operations (work, and messages of any
-// rank), for how long, and which ranks have ended.
+// This file holds what a thread of the program waits for besides its own operations (work, and messages of
+// any rank), for how long, and which ranks have ended.
 
 #include <algorithm>
 #include <cstring>
@@ -82,15 +82,19 @@ std::optional<WaitInProgress> Communicator::wait_in_progress() const {
     return WaitInProgress::Place(exchange_.name_of(peer), transport_->host(peer),
                                  transport_->process_id(peer));
   };
-  WaitInProgress found{number(), describe_wait_of(rank()), place(rank()), {}};
+  WaitInProgress found{number(), user_name(), describe_wait_of(rank()), place(rank()), {}};
   for (const int peer : exchange_.awaited().late) found.late.push_back(place(peer));
   return found;
 }
 
+std::string Communicator::user_name() const {
+  const bool is_of_queue = name().ends_with(kNamesOfQueue);
+  return is_of_queue ? name().substr(0, name().size() - std::strlen(kNamesOfQueue)) : name();
+}
+
 std::string Communicator::describe_wait_of(int peer) const {
   if (name().ends_with(kNamesOfQueue))
-    return "the exchange of gradients or other named tensors (communicator '" +
-           name().substr(0, name().size() - std::strlen(kNamesOfQueue)) + "')";
+    return "the exchange of gradients or other named tensors (communicator '" + user_name() + "')";
   const bool is_here = peer == rank() || transport_->arrived(peer) > transport_->arrived(rank());
   return (is_here ? exchange_.last_operation(peer) : "an operation") + " of communicator '" + name() + "'";
 }

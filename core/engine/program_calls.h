@@ -18,8 +18,8 @@ class MULTIRING_API ProgramCalls {
 
   /// The calling thread communicates.
   static void note_thread();
-  /// A call begins in this thread. `waits_on`: Communicator::number of the only communicator whose progress can
-  /// end the call; 0: that is not known.
+  /// A call begins in this thread. `waits_on`: Communicator::number of the only communicator whose progress
+  /// can end the call; 0: that is not known.
   static void begin(std::uint64_t waits_on);
   static void end();
   static Counts counts();

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["lazy_names"]
+__all__ = ["lazy_names", "made_once"]
+
+Made = TypeVar("Made")
 
 # What other libraries call it, and what it is here.
 _ELSEWHERE = {
@@ -45,6 +49,22 @@ _COLLECTIVES = (
     *("all_gather", "all_reduce", "allgather", "allreduce", "alltoall", "barrier", "broadcast"),
     *("broadcast_object", "gather", "recv", "reduce_scatter", "scatter", "send", "split"),
 )
+
+
+def made_once(make: Callable[[], Made]) -> Callable[[], Made]:
+    """A function that returns what `make` has returned at the first call: one object for all threads, also if
+    several call it at once, which functools.cache does not promise."""
+    lock, made = threading.RLock(), list[Made]()
+
+    @functools.wraps(make)
+    def get() -> Made:
+        if not made:
+            with lock:
+                if not made:
+                    made.append(make())
+        return made[0]
+
+    return get
 
 
 def lazy_names(

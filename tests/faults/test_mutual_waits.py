@@ -79,7 +79,7 @@ HOOKS = (
     BEGIN
     + """
 model = torch.nn.Linear(3, 2)
-hooks = multiring.torch.register_hooks(model)
+hooks = multiring.torch.register_gradient_hooks(model)
 multiring.torch.broadcast_parameters(model)
 try:
     for step in range(3 + comm.rank):

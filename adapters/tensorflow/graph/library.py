@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from multiring import _core, config
 from multiring.derived import shared_queue
 from multiring.error_text import address_for_native_code
 from multiring.errors import InternalError, UsageError
+from multiring.lazy import made_once
 from multiring.log import announce
 
 if TYPE_CHECKING:
@@ -68,10 +70,12 @@ class _Library:
         return number
 
 
-@functools.cache
+@made_once
 def _library() -> _Library:
     return _Library()
 
+
+_owners_lock = threading.Lock()  # of the numbers that stand for no queue
 
 # Number of the queue of each communicator that has been used. The queue itself is held by the communicator,
 # which it refers to.
@@ -90,9 +94,9 @@ def native_library() -> Any:
 
 def register_one_rank() -> int:
     """A number that stands for no queue: for operations that others carry out, which no thread owns."""
-    number = min(_library().ranks, default=0)
-    number = min(number, 0) - 1
-    _library().ranks[number] = 0, 1
+    with _owners_lock:
+        number = min([0, *_library().ranks]) - 1
+        _library().ranks[number] = 0, 1
     return number
 
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import keras
 
+from multiring.lazy import made_once
+
 __all__ = ["keep_xla_off"]
 
 
-@functools.cache
+@made_once
 def keep_xla_off() -> None:
     """Make Keras compile no model with XLA whose optimizer is ours. Only the first call does something."""
     if keras.backend.backend() != "tensorflow":

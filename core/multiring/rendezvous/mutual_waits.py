@@ -37,7 +37,6 @@ __all__ = ["tell", "watch_waits"]
 _log = logging.getLogger("multiring")
 
 _LOOK_SECONDS = 0.5
-_TOGETHER_SECONDS = 2.0  # how long a rank that is sure waits for the other one to be sure, too
 _STORE_SECONDS = 5.0
 _lock = threading.Lock()
 _is_watching = False
@@ -48,6 +47,7 @@ class _Wait(NamedTuple):
 
     call: int
     number: int
+    communicator: str
     operation: str
     on: Any
     late: Any
@@ -115,23 +115,20 @@ def _look(store: Store, wait: _Wait) -> None:
     """Tell in which call this rank is, and look what those tell that it waits for, until the call ends."""
     own, at = _key(wait.on), _calling_line()
     seen: dict[str, int] = {}
-    sure_since = None
-    while (now := _current_wait()) is not None and now[:3] == wait[:3]:
+    while (now := _current_wait()) is not None and now[:2] == wait[:2]:
         wait = now
-        mine = {"call": wait.call, "operation": wait.operation, "at": at, "rank": wait.on[0]}
-        mine |= {"late": [_key(place) for place in wait.late], "seen": seen, "sure": sure_since is not None}
+        mine = {"call": wait.call, "communicator": wait.communicator, "operation": wait.operation, "at": at}
+        mine |= {"rank": wait.on[0], "late": [_key(place) for place in wait.late], "seen": seen}
         store.set(own, json.dumps(mine).encode())
         told = {key: theirs for key in mine["late"] if (theirs := _told(store, key)) is not None}
         seen = {key: theirs["call"] for key, theirs in told.items()}
         for theirs in told.values():
-            if not _waits_for(theirs, own, wait) or _current_wait() != wait:
-                continue
-            sure_since = sure_since or time.monotonic()
-            # The first to raise may end its process: the other one has to be about to raise as well.
-            if theirs["sure"] or time.monotonic() - sure_since > _TOGETHER_SECONDS:
-                _core.fail_waits(wait.number, _text(mine, theirs))
+            if _waits_for(theirs, own, wait) and _current_wait() == wait:
+                # This rank is in both communicators, and may end its process when its call has raised.
+                for name in (theirs["communicator"], wait.communicator):
+                    _core.fail_waits(name, _text(mine, theirs))
                 return
-        time.sleep(_LOOK_SECONDS if sure_since is None else _LOOK_SECONDS / 20)
+        time.sleep(_LOOK_SECONDS)
     store.forget(own)
 
 
@@ -139,7 +136,7 @@ def _waits_for(theirs: Any, own: str, wait: _Wait) -> bool:
     """Whether a rank waits for this one in another operation, and has told so since this call began."""
     return (
         own in theirs["late"]
-        and theirs["operation"] != wait.operation
+        and theirs["communicator"] != wait.communicator
         and theirs["seen"].get(own) == wait.call
     )
 

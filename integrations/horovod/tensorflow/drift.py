@@ -106,7 +106,8 @@ def after_check(
     with tf.control_dependencies(tf.nest.flatten(made, expand_composites=True)):
         before = _reads(compared)
     with tf.control_dependencies(before):
-        done = tf.numpy_function(_running(run), [], [])
+        # An output is what tf.vectorized_map needs, by which jacobian() computes.
+        done = tf.numpy_function(_running(run), [], tf.int32)
     with tf.control_dependencies([done]):
         _reads(compared)
         return [
@@ -141,11 +142,12 @@ def _check_of(variable: Any, process_set: ProcessSet, owner: object) -> _Checked
     return known
 
 
-def _running(run: Callable[[], None]) -> Callable[[], None]:
-    def raising() -> None:
+def _running(run: Callable[[], None]) -> Callable[[], Any]:
+    def raising() -> Any:
         try:
             run()
         except MismatchError as error:
             raise RuntimeError(text_of(error)) from error
+        return np.int32(0)
 
     return raising

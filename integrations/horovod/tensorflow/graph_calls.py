@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.started import tell_when_done
 from multiring.horovod.submissions import join
 from multiring.horovod.tensorflow.errors import code_of, raised_as_tensorflow
+from multiring.lazy import made_once
 from multiring.tensorflow.graph.delegated import Delegated, add_to_graph, delegate_to, new_owner
 from multiring.tensorflow.graph.naming import operation_name
 
@@ -27,6 +27,7 @@ Tensor = Any
 
 _KEEP_SHAPES = frozenset({"allreduce", "broadcast"})
 _owners: dict[int, ProcessSet] = {}
+_owners_lock = threading.Lock()
 
 _NUMBERS: dict[str, Callable[[ProcessSet], int]] = {
     "size": lambda which: basics.size() if which is global_process_set else which.size() or 0,
@@ -126,15 +127,16 @@ def _add(
 
 def _owner_of(process_set: ProcessSet) -> int:
     """The number of a process set in graphs, which may live longer than what `init` has registered."""
-    for owner, known in _owners.items():
-        if known is process_set:
-            return owner
-    owner = new_owner()
-    _owners[owner] = process_set
-    return owner
+    with _owners_lock:
+        for owner, known in _owners.items():
+            if known is process_set:
+                return owner
+        owner = new_owner()
+        _owners[owner] = process_set
+        return owner
 
 
-@cache
+@made_once
 def _use_delegate() -> None:
     delegate_to(_run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ from multiring.horovod.basics import process_set_of_ranks
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Sum
 from multiring.horovod.tensorflow.collectives import allreduce
+from multiring.horovod.tensorflow.keras_kind import is_tf_keras
 
 __all__ = ["SyncBatchNormalization"]
 
@@ -28,7 +30,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         """
         if options.get("fused") or options.get("renorm") or options.get("virtual_batch_size"):
             raise ValueError("SyncBatchNormalization does not support fused, renorm and virtual_batch_size")
-        if not hasattr(tf.keras.layers.BatchNormalization, "synchronized") and _is_of_tf_keras():
+        if not hasattr(tf.keras.layers.BatchNormalization, "synchronized") and is_tf_keras():
             options["fused"] = False
         super().__init__(*args, **options)
         self._process_set = process_set
@@ -41,12 +43,13 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         return config
 
     def _moments(self, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Mean and variance over all ranks. With a mask, or of tf_keras, of this rank's moments; the ranks
-        count by their values."""
+        """Mean and variance over all ranks, made of those that Keras computes of this rank's values. A rank
+        counts by the number of its values, or of those that a mask leaves."""
         mean, variance = super()._moments(inputs, *args, **options)
         wide = tf.float64 if mean.dtype == tf.float64 else tf.float32
         share = tf.cast(tf.size(inputs) / tf.maximum(tf.size(mean), 1), wide)
-        mask = args[0] if len(args) == 1 else options.get("mask")
+        # Keras 3 has the mask second, tf_keras has axes there.
+        mask = signature(super()._moments).bind(inputs, *args, **options).arguments.get("mask")
         if mask is not None:
             share *= tf.reduce_mean(tf.cast(mask, wide))
         shape = tf.shape(mean)
@@ -72,7 +75,3 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
 
 def _ranks_of(process_set: ProcessSet | Sequence[int]) -> Sequence[int]:
     return process_set.ranks or () if isinstance(process_set, ProcessSet) else process_set
-
-
-def _is_of_tf_keras() -> bool:
-    return str(tf.keras.layers.BatchNormalization.__module__).startswith("tf_keras")

@@ -33,6 +33,13 @@ def gradient(tape: Any, own: list[Any], x: Any, y: Any) -> Any:
     return tape.gradient(loss, own)
 
 
+def jacobian(is_vectorised: bool, rank: int) -> Any:
+    own = tf.Variable(np.ones((3, 2)))
+    with hvt.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        y = tf.tanh(np.full((4, 3), rank + 1.0) @ own)
+    return tape.jacobian(y, own, experimental_use_pfor=is_vectorised)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "predivide": {"gradient_predivide_factor": 2.0},
@@ -62,6 +69,8 @@ def test_tapes(comm: Communicator, in_function: bool) -> None:
                 variable.assign_sub(0.01 * each)
         for one, other in zip(own, reference, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12)
+    by_pfor, by_loop = (jacobian(is_vectorised, comm.rank) for is_vectorised in (True, False))
+    np.testing.assert_allclose(by_pfor, by_loop)
     wrong = {"op": hvt.Sum, "gradient_predivide_factor": 2.0}
     with pytest.raises(ValueError, match="gradient_predivide_factor"):
         hvt.DistributedGradientTape(tf.GradientTape(), **wrong)
@@ -250,6 +259,9 @@ def test_values_and_what_is_refused(comm: Communicator) -> None:
     calls = {
         "Adasum": lambda: hvt.DistributedOptimizer(sgd, op=hvd.Adasum),
         "inherit": lambda: hvd.DistributedOptimizer(object()),
+        "do the same": lambda: hvd.DistributedOptimizer(
+            keras.optimizers.SGD(gradient_accumulation_steps=2), backward_passes_per_step=2
+        ),
         "already": lambda: hvd.DistributedOptimizer(hvt.DistributedOptimizer(sgd)),
     }
     refused(ValueError, calls)

@@ -142,6 +142,26 @@ def test_what_is_kept_stays_as_it_is(comm: Communicator) -> None:
             assert torch.equal(gradient, value)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{"op": "sum"}, {"prescale": 2.0}], ids=["sum", "scaled"])
+def test_sums_over_several_passes_begin_anew_where_gradients_were_zeroed(
+    comm: Communicator, options: dict[str, Any]
+) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    hooks = register(model, comm, check_every=0, **options)
+    x = torch.full((1, 2), float(comm.rank + 1))
+    one_pass = torch.full((1, 2), 3.0)
+    for passes in (1, 2, 1, 3):
+        model.zero_grad(set_to_none=False)
+        with hooks.no_sync():
+            for _ in range(passes - 1):
+                torch.autograd.backward(model(x).sum())
+        torch.autograd.backward(model(x).sum())
+        assert torch.equal(model.weight.grad, passes * one_pass)
+    with pytest.raises(UsageError, match="was reduced before"):
+        torch.autograd.backward(model(x).sum())
+
+
 def freeze_in_turns(model: nn.Sequential, step: int) -> None:
     model[0].requires_grad_(step % 3 != 1)
     model[4].requires_grad_(step % 3 != 2)

@@ -214,6 +214,11 @@ def distributed(
             else "this optimizer is distributed already"
         )
     Accumulation(passes, averages, options.sparse_as_dense)  # raises what is wrong
+    if passes > 1 and getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "gradient_accumulation_steps of the optimizer and backward_passes_per_step do the same: leave "
+            "one out; with backward_passes_per_step fewer bytes are sent"
+        )
     if options.op == Adasum:
         raise ValueError("op == Adasum is not supported yet with Keras")
     if base is _OfKeras3:

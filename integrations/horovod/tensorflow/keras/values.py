@@ -17,6 +17,7 @@ from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.errors import raised_as_tensorflow
 from multiring.horovod.tensorflow.functions import broadcast_global_variables
 from multiring.horovod.tensorflow.keras.optimizer import DistributedOptimizer
+from multiring.horovod.tensorflow.keras_kind import is_tf_keras
 
 __all__ = [
     "allgather",
@@ -110,8 +111,7 @@ def load_model(
         compression: As in `DistributedOptimizer`.
     """
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
-    legacy = getattr(getattr(tf.keras, "__version__", None), "startswith", lambda _: False)("2.")
-    models = tf.keras.models if legacy else keras.models
+    models = tf.keras.models if is_tf_keras() else keras.models
     model = models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
