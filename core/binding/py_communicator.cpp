@@ -171,7 +171,7 @@ void bind_communicator(py::module_& module) {
       "program_calls",
       [] {
         const ProgramCalls::Counts counts = ProgramCalls::counts();
-        return py::make_tuple(counts.threads, counts.begun, counts.waits_on);
+        return std::tuple(counts.threads, counts.begun, counts.waits_on);
       },
       "The threads that have communicated, the calls that they have begun, and the number of the "
       "communicator for\n"
@@ -179,22 +179,24 @@ void bind_communicator(py::module_& module) {
   module.def(
       "waits",
       [] {
-        py::list found;
+        std::vector<std::tuple<std::uint64_t, std::string, std::string, WaitInProgress::Place,
+                               std::vector<WaitInProgress::Place>>>
+            found;
         for (const WaitInProgress& each : CommunicatorList::waits())
-          found.append(py::make_tuple(each.number, each.communicator, each.operation, each.on, each.late));
+          found.emplace_back(each.number, each.communicator, each.operation, each.on, each.late);
         return found;
       },
-      "The operations in progress, each as number and name of its communicator, its text, the name, host and "
-      "process\n"
-      "of this rank, and the same of the ranks that are awaited.");
+      "The operations in progress, each as number and name of its communicator, its text, the name, host "
+      "and\n"
+      "process of this rank, and the same of the ranks that are awaited.");
   module.def(
       "fail_waits",
-      [](const std::string& communicator, const std::string& message) {
+      [](const std::vector<std::string>& communicators, const std::string& message) {
         const GilRelease release;
-        CommunicatorList::fail(communicator, message);
+        CommunicatorList::fail(communicators, message);
       },
-      py::arg("communicator"), py::arg("message"),
-      "Breaks the communicator with a name that `waits` has told, on all of its ranks, by a mismatch.");
+      py::arg("communicators"), py::arg("message"),
+      "Breaks communicators with names that `waits` has told, on all of their ranks, by a mismatch.");
   using Released = py::call_guard<GilRelease>;
   bind_work(module);
   // The destructor joins the progress thread, which may need the GIL to release arrays.

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <system_error>
@@ -75,12 +76,12 @@ std::vector<WaitInProgress> CommunicatorList::waits() {
   return found;
 }
 
-void CommunicatorList::fail(const std::string& name, const std::string& message) {
+void CommunicatorList::fail(const std::vector<std::string>& names, const std::string& message) {
   std::vector<std::shared_ptr<Communicator>> found;
   {
     const std::lock_guard lock(listed().mutex);
     for (Communicator* const each : listed().communicators)
-      if (each->user_name() == name)
+      if (std::ranges::find(names, each->user_name()) != names.end())
         if (auto held = each->weak_from_this().lock()) found.push_back(std::move(held));
   }
   for (const auto& each : found) {

@@ -27,9 +27,8 @@ class MULTIRING_API CommunicatorList {
   static std::string find_other_end(const Communicator* here, int world_rank);
   /// What is in progress in all communicators.
   static std::vector<WaitInProgress> waits();
-  /// Breaks the communicator with WaitInProgress::communicator as its name, on all of its ranks, by a
-  /// mismatch.
-  static void fail(const std::string& name, const std::string& message);
+  /// Breaks communicators by a mismatch, on all of their ranks. `names`: as WaitInProgress::communicator.
+  static void fail(const std::vector<std::string>& names, const std::string& message);
 };
 
 }  // namespace multiring

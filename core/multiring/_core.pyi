@@ -1198,9 +1198,9 @@ def export_device_memory(device: typing.SupportsInt | typing.SupportsIndex) -> t
     2 MiB for another process to have, until this one ends: its handle, and its address here.
     """
 
-def fail_waits(number: typing.SupportsInt | typing.SupportsIndex, message: str) -> None:
+def fail_waits(communicators: collections.abc.Sequence[str], message: str) -> None:
     """
-    Breaks the communicators of a number by a mismatch.
+    Breaks communicators with names that `waits` has told, on all of their ranks, by a mismatch.
     """
 
 def find_device_libraries(sites: collections.abc.Sequence[str]) -> list[DeviceLibrary]:
@@ -1273,10 +1273,10 @@ def tell_sites() -> None:
     Lets libraries for devices be found in the folders of sys.path; for arrays of native code.
     """
 
-def waits() -> list:
+def waits() -> list[tuple[int, str, str, tuple[str, str, int], list[tuple[str, str, int]]]]:
     """
-    The operations in progress, each as the number of its communicator, its text, the name, host and process
-    of this rank, and the same of the ranks that are awaited.
+    The operations in progress, each as number and name of its communicator, its text, the name, host and
+    process of this rank, and the same of the ranks that are awaited.
     """
 
 _interpreter: typing.Any

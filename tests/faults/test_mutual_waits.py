@@ -50,7 +50,7 @@ try:
         {first}  # line of rank 0
     else:
         {second}  # line of the others
-except multiring.MismatchError as error:
+except (multiring.MismatchError, multiring.PeerLostError) as error:  # the other one may have ended first
     print("told:", round(time.monotonic() - began, 1), error)
 """
 
@@ -87,7 +87,7 @@ try:
         hooks.synchronize()
         model.zero_grad()
     comm.barrier()
-except multiring.MismatchError as error:
+except (multiring.MismatchError, multiring.PeerLostError) as error:
     print("told:", error)
 """
 )

@@ -47,8 +47,8 @@ _FULL_LINE = 90  # columns from which on a line of a text in the sources goes on
 class CommandParser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are two lines, and whose texts keep their lines where these fit."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, formatter_class=_HelpFormatter, **kwargs)
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**{"formatter_class": _HelpFormatter, **how})
 
         self._plain: frozenset[str] | None = None  # options that --help shows; None: all
 

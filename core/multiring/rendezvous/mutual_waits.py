@@ -117,16 +117,15 @@ def _look(store: Store, wait: _Wait) -> None:
     seen: dict[str, int] = {}
     while (now := _current_wait()) is not None and now[:2] == wait[:2]:
         wait = now
-        mine = {"call": wait.call, "communicator": wait.communicator, "operation": wait.operation, "at": at}
-        mine |= {"rank": wait.on[0], "late": [_key(place) for place in wait.late], "seen": seen}
-        store.set(own, json.dumps(mine).encode())
-        told = {key: theirs for key in mine["late"] if (theirs := _told(store, key)) is not None}
+        late = [_key(place) for place in wait.late]
+        mine = {"rank": wait.on[0], "communicator": wait.communicator, "operation": wait.operation, "at": at}
+        store.set(own, json.dumps(mine | {"call": wait.call, "late": late, "seen": seen}).encode())
+        told = {key: theirs for key in late if (theirs := _told(store, key)) is not None}
         seen = {key: theirs["call"] for key, theirs in told.items()}
         for theirs in told.values():
             if _waits_for(theirs, own, wait) and _current_wait() == wait:
-                # This rank is in both communicators, and may end its process when its call has raised.
-                for name in (theirs["communicator"], wait.communicator):
-                    _core.fail_waits(name, _text(mine, theirs))
+                # At once, since the process of the first rank whose call raises may end.
+                _core.fail_waits([theirs["communicator"], wait.communicator], _text(mine, theirs))
                 return
         time.sleep(_LOOK_SECONDS)
     store.forget(own)
