@@ -54,7 +54,7 @@ def _from_root(comm: Communicator, root: int, make: Callable[[], Any]) -> Any:
             found = make()
         except (TypeError, ValueError) as error:
             found = error
-    found = comm.broadcast_object(found, root)
+    found = comm.broadcast_object(found, root, name="chainer array")
     if isinstance(found, Exception):
         raise found
     return found
@@ -97,14 +97,14 @@ def bcast(comm: Communicator, x: Any, root: int) -> Any:
 
 
 def gather(comm: Communicator, x: Any, root: int) -> tuple[Any, ...] | None:
-    forms: list[_Form] = comm.allgather_object(_form("gather", x))
+    forms: list[_Form] = comm.allgather_object(_form("gather", x), name="chainer gather")
     check_same_dtype("gather", (form.dtype for form in forms))
     gathered = comm.gather(ordered(x).reshape(-1), root, name="chainer gather")
     return None if gathered is None else _pieces(gathered, [form.shape for form in forms])
 
 
 def allgather(comm: Communicator, x: Any) -> tuple[Any, ...]:
-    forms: list[_Form] = comm.allgather_object(_form("allgather", x))
+    forms: list[_Form] = comm.allgather_object(_form("allgather", x), name="chainer allgather")
     check_same_dtype("allgather", (form.dtype for form in forms))
     shapes = [form.shape for form in forms]
     gathered = empty((sum(map(math.prod, shapes)),), x.dtype, on_device(x))
@@ -115,7 +115,8 @@ def allgather(comm: Communicator, x: Any) -> tuple[Any, ...]:
 def alltoall(comm: Communicator, xs: Sequence[Any]) -> tuple[Any, ...]:
     if len(xs) != comm.size:
         raise ValueError("The length of data must be same as communicator size.")
-    every: list[list[_Form]] = comm.allgather_object([_form("alltoall", x) for x in xs])
+    own = [_form("alltoall", x) for x in xs]
+    every: list[list[_Form]] = comm.allgather_object(own, name="chainer alltoall")
     check_same_dtype("alltoall", (form.dtype for forms in every for form in forms))
     for forms in every:
         _check_one_place("alltoall", forms)

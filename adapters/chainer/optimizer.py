@@ -302,7 +302,8 @@ class MultiNodeOptimizer:
             return False
         self.needs_broadcast = False
         plain = self.communicator.plain
-        if len(set(plain.allgather_object(state_digest(self.actual_optimizer)))) == 1:
+        digests = plain.allgather_object(state_digest(self.actual_optimizer), name="optimizer state")
+        if len(set(digests)) == 1:
             return False
         self.communicator.bcast_data(self.target)
         broadcast_optimizer_state(self.actual_optimizer, 0, plain)

@@ -52,7 +52,8 @@ class _Watch(chainer.FunctionNode):
         if gradients[0] is not None:
             earlier, gradient = self._parameter.grad, gradients[0].array
             if earlier is not None:  # as for any leaf, gradients add up until they are cleared
-                gradient = gradient + earlier
+                # Two arrays without dimensions give a number.
+                gradient = chainer.backend.get_array_module(earlier).asarray(gradient + earlier)
             self._parameter.grad = gradient
             self._arrived(self._index, gradient)
         return (None,)

@@ -152,7 +152,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
         found = {name: (rule.t, _forms(rule.state, own[name]), own[name]) for name, rule in rules.items()}
         scaling = {key: value for key, value in vars(optimizer).items() if key in _LOSS_SCALING}
         state = (optimizer.t, optimizer.epoch, scaling, found)
-    received = plain.broadcast_object(state, root)
+    received = plain.broadcast_object(state, root, name="state of the optimizer")
     forms = {name: values or {} for name, (_, values, _) in received[-1].items()}
     if plain.rank != root:
         _take_state(optimizer, rules, received)

@@ -72,7 +72,7 @@ def broadcast_parameters(
     objects = {name: value for name, value in values.items() if name not in arrays}
     broadcast_arrays(comm, arrays, root)
     if objects:
-        objects = comm.broadcast_object(objects, root)
+        objects = comm.broadcast_object(objects, root, name="state")
     if comm.rank != root:
         for name, value in (arrays | objects).items():
             named[name].set_value(value, borrow=True)

@@ -82,7 +82,7 @@ class MetricAverage(keras.callbacks.Callback):
         else:
             check_count(comm, given)
             weights = given, given
-        everyone = comm.allgather_object((_numbers(own_logs), weights))
+        everyone = comm.allgather_object((_numbers(own_logs), weights), name="average of metrics")
         for name in sorted(set().union(*(numbers for numbers, _ in everyone))):
             is_tested = name.startswith("val_")
             found = [(numbers[name], each[is_tested]) for numbers, each in everyone if name in numbers]
@@ -141,7 +141,8 @@ class _StopTogether(keras.callbacks.Callback):
         if self._restoring is None:
             return
         restored = any(callback.best_weights is not None for callback in self._restoring)
-        ranks = [rank for rank, found in enumerate(self._comm.allgather_object(restored)) if found]
+        everyone = self._comm.allgather_object(restored, name="restored weights")
+        ranks = [rank for rank, found in enumerate(everyone) if found]
         if 0 < len(ranks) < self._comm.size:
             broadcast_variables(self.model.weights, ranks[0], self._comm)
 
@@ -185,7 +186,8 @@ def decide_together(
     optimizer = distributed_optimizer(model)
     every = 0 if optimizer is None else check_interval(comm.rank, optimizer.options.reduction.check_every)
     own = (known, first < len(given) and not averaged, nan, bool(restoring), every > 0)
-    all_known, averages, stops, restores, compares = zip(*comm.allgather_object(own), strict=True)
+    everyone = comm.allgather_object(own, name="callbacks of fit")
+    all_known, averages, stops, restores, compares = zip(*everyone, strict=True)
     if not all(all_known):
         return
     together = _StopTogether(

@@ -82,7 +82,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
         # Of models that define a train_step of their own, parts may be built and the whole not.
         built, late = bool(self.model.built), not self.model.weights and steps > 1
         epoch = (self.params or {}).get("steps")
-        found = comm.allgather_object((built, late, epoch))
+        found = comm.allgather_object((built, late, epoch), name="begin of training")
         _warn_if_uneven(self.model, comm, [count for _, _, count in found])
         if any(late for _, late, _ in found) and comm.size > 1:
             raise UsageError(

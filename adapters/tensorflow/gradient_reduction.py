@@ -96,7 +96,7 @@ class GradientReduction:
         compared = [*entries, options_entry]
         check_same(self.comm, compared, "variables of the model", advice=NAMES_ADVICE)
         # A number of its own, the same on every rank, keeps the buckets of several models apart.
-        shared = self.comm.allgather_object((next(_numbers), own))
+        shared = self.comm.allgather_object((next(_numbers), own), name="optimizer")
         self._title = f"{self._options.name} {max(number for number, _ in shared)}"
         everyone = [set(found) for found in zip(*[found for _, found in shared], strict=True)]
         self._drift = DriftCheck(variables, self.comm, every, self._title, state) if every else None

@@ -17,6 +17,7 @@ from multiring.tensorflow.graph import op_gradients  # noqa: F401  # registers t
 from multiring.tensorflow.graph.library import number_of
 from multiring.tensorflow.graph.naming import operation_name
 from multiring.tensorflow.graph.order import run
+from multiring.tensorflow.tensors import to_tensor
 from multiring.types import ReduceOpName
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def grouped_allreduce(
         return []
     results = run(
         "multiring_allreduce",
-        [tf.convert_to_tensor(tensor) for tensor in tensors],
+        [to_tensor(tensor) for tensor in tensors],
         [] if step is None else [step],
         **reduction,
         labels=list(labels),
@@ -134,7 +135,7 @@ def grouped_broadcast(
         return []
     results = run(
         "multiring_broadcast",
-        [tf.convert_to_tensor(tensor) for tensor in tensors],
+        [to_tensor(tensor) for tensor in tensors],
         root=root,
         **_common("broadcast", name, comm),
     )
@@ -164,7 +165,7 @@ def allgather(
     """
     return run(
         "multiring_allgather",
-        tf.convert_to_tensor(tensor),
+        to_tensor(tensor),
         [] if step is None else [step],
         **_common("allgather", name, comm),
     ).joined
@@ -186,7 +187,7 @@ def reducescatter(
     """
     return run(
         "multiring_reduce_scatter",
-        tf.convert_to_tensor(tensor),
+        to_tensor(tensor),
         **_reduction(op, **scale),
         **_common("reducescatter", name, comm),
     )
@@ -213,7 +214,7 @@ def alltoall(
         Differentiable.
     """
     rows = tf.zeros([0], tf.int64) if splits is None else tf.cast(splits, tf.int64)
-    result = run("multiring_alltoall", tf.convert_to_tensor(tensor), rows, **_common("alltoall", name, comm))
+    result = run("multiring_alltoall", to_tensor(tensor), rows, **_common("alltoall", name, comm))
     return result.joined if splits is None else (result.joined, result.rows)
 
 

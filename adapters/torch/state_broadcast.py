@@ -105,7 +105,7 @@ def broadcast_optimizer_state(
     if comm.size == 1:
         return
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    shared_sizes = comm.allgather_object(sizes)
+    shared_sizes = comm.allgather_object(sizes, name="sizes of parameter groups")
     if any(other != sizes for other in shared_sizes):
         raise multiring.MismatchError(
             f"rank {comm.rank}: parameters per group are {shared_sizes} on ranks 0 to {comm.size - 1}; build "
@@ -121,7 +121,7 @@ def broadcast_optimizer_state(
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         state = {position.get(id(key), key): value for key, value in optimizer.state.items()}
         skeleton = _detach_tensors({"groups": groups, "state": state}, "optimizer", tensors)
-    skeleton = comm.broadcast_object(skeleton, root)
+    skeleton = comm.broadcast_object(skeleton, root, name="state of the optimizer")
     if comm.rank != root:
         received = _attach_tensors(skeleton, tensors)
         broadcast_parameters(tensors, root, comm)

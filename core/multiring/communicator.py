@@ -179,17 +179,24 @@ class Communicator(ArrayLists):
 
     # Objects.
 
-    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+    def broadcast_object(self, obj: Any, root: int = 0, *, name: str = "broadcast_object") -> Any:
         """Gives every rank the picklable object of rank `root`. The job's own ranks are trusted.
 
         The object travels in pieces of up to 8 MiB while it is pickled, so no rank holds a pickled copy of it
         (of long strings, a receiver does). An array that is read-only on `root` is read-only everywhere.
 
+        Args:
+            obj: That of rank `root`; those of the others are ignored.
+            root: The rank that has it.
+            name: What errors call it; the same on all ranks.
+
         Raises:
             UsageError: `root` could not pickle its object; what pickling raised is raised there. What a rank
                 cannot unpickle raises on this rank alone. The communicator still works.
         """
-        return send_object(self, obj, root) if self.rank == root else receive_object(self, root)
+        if self.rank == root:
+            return send_object(self, obj, root, name)
+        return receive_object(self, root, name)
 
     def allgather_object(self, obj: Any, *, name: str = "allgather_object") -> list[Any]:
         """Returns the picklable objects of all ranks, in the order of the ranks.

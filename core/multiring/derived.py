@@ -112,7 +112,7 @@ def _make(comm: Communicator, key: tuple[str, str], parts: dict[tuple[str, str],
     Threads of two ranks may ask for different parts first: each rank then makes both, in one order, and the
     threads that come later find theirs.
     """
-    wanted = {key} if comm.size == 1 else set(comm.allgather_object(key))
+    wanted = {key} if comm.size == 1 else set(comm.allgather_object(key, name="derived communicators"))
     for one in sorted(wanted - parts.keys()):
         parts[one] = _MAKERS[one[0]](comm, one[1])
 

@@ -67,9 +67,9 @@ def unpickled(comm: Collectives, operation: str, joined: Any, lengths: Any) -> l
 # for the last piece; a length of 0 says that the root could not pickle its object, and the next piece why.
 
 
-def send_object(comm: Collectives, obj: Any, root: int) -> Any:
+def send_object(comm: Collectives, obj: Any, root: int, name: str) -> Any:
     """Give all ranks the object of `root`, this rank; the others call `receive_object`."""
-    writer = _ObjectWriter(comm, root)
+    writer = _ObjectWriter(comm, root, name)
     try:
         pickle.Pickler(writer, 5).dump(obj)
         writer.end()
@@ -80,9 +80,9 @@ def send_object(comm: Collectives, obj: Any, root: int) -> Any:
     return obj
 
 
-def receive_object(comm: Collectives, root: int) -> Any:
+def receive_object(comm: Collectives, root: int, name: str) -> Any:
     """The object of `root`, which is another rank."""
-    reader = _ObjectReader(comm, root)
+    reader = _ObjectReader(comm, root, name)
     try:
         return pickle.Unpickler(reader).load()
     finally:
@@ -93,8 +93,8 @@ def receive_object(comm: Collectives, root: int) -> Any:
 class _ObjectWriter:
     """A file; what is written to it goes to all ranks."""
 
-    def __init__(self, comm: Collectives, root: int) -> None:
-        self._comm, self._root = comm, root
+    def __init__(self, comm: Collectives, root: int, name: str) -> None:
+        self._comm, self._root, self._name = comm, root, name
         self._joined = bytearray()
 
     def write(self, data: bytes | pickle.PickleBuffer) -> int:
@@ -127,18 +127,18 @@ class _ObjectWriter:
             self._send(memoryview(piece), len(piece))
 
     def _send(self, piece: memoryview, length: int) -> None:
-        self._comm.broadcast(np.array([length]), self._root, name="broadcast_object.length")
+        self._comm.broadcast(np.array([length]), self._root, name=f"{self._name}.length")
         if length:
             array = np.frombuffer(piece, np.uint8)
             out = array if array.flags.writeable else None  # without it, the result is a copy of the piece
-            self._comm.broadcast(array, self._root, out=out, name="broadcast_object.data")
+            self._comm.broadcast(array, self._root, out=out, name=f"{self._name}.data")
 
 
 class _ObjectReader:
     """A file that holds what the root writes."""
 
-    def __init__(self, comm: Collectives, root: int) -> None:
-        self._comm, self._root = comm, root
+    def __init__(self, comm: Collectives, root: int, name: str) -> None:
+        self._comm, self._root, self._name = comm, root, name
         self._piece = memoryview(b"")  # what has arrived and was not read yet
         self._is_last = False
 
@@ -182,17 +182,17 @@ class _ObjectReader:
             text = bytes(self._receive(memoryview(bytearray(-self._number())))).decode()
             self._is_last = True
             raise UsageError(
-                f"broadcast_object failed on rank {self._comm.rank}: rank {self._root} could not pickle its "
+                f"{self._name} failed on rank {self._comm.rank}: rank {self._root} could not pickle its "
                 f"object ({text}); nothing was received"
             )
         self._is_last = length < 0
         return abs(length)
 
     def _number(self) -> int:
-        received = self._comm.broadcast(np.zeros(1, np.int64), self._root, name="broadcast_object.length")
+        received = self._comm.broadcast(np.zeros(1, np.int64), self._root, name=f"{self._name}.length")
         return int(received[0])
 
     def _receive(self, target: memoryview) -> memoryview:
         array = np.frombuffer(target, np.uint8)
-        self._comm.broadcast(array, self._root, out=array, name="broadcast_object.data")
+        self._comm.broadcast(array, self._root, out=array, name=f"{self._name}.data")
         return target

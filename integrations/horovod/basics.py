@@ -59,7 +59,7 @@ class _Job:
     def __init__(self, comm: Communicator, is_ours: bool) -> None:
         self.comm = comm
         self.is_ours = is_ours  # and not the world of a program that calls multiring.init() itself
-        self.is_homogeneous = len(set(comm.allgather_object(comm.local_size))) == 1
+        self.is_homogeneous = len(set(comm.allgather_object(comm.local_size, name="horovod init"))) == 1
         self.check_every = agreed_interval(comm)
         self.is_dynamic = os.environ.get(_DYNAMIC, "") in ("1", "true")
         self.sets: dict[int, ProcessSet] = {}
@@ -75,7 +75,7 @@ class _Job:
             self.add(process_set)
             return
         own = process_set.ranks = process_set.translated(self.comm.size)
-        for ranks in sorted(set(map(tuple, self.comm.allgather_object(own)))):
+        for ranks in sorted(set(map(tuple, self.comm.allgather_object(own, name="horovod process set")))):
             self.add(process_set if list(ranks) == own else ProcessSet(ranks))
 
     def meet(self, what: str) -> None:

@@ -81,7 +81,10 @@ def reserve(keys: Iterable[_Key]) -> None:
 
 
 def reserve_at_each_call(graph: Any, key: _Key) -> None:
-    """Have the name reserved for each thread that calls the function of this graph."""
+    """Have the name reserved for each thread that calls the function of this graph. A session of TensorFlow 1
+    calls none from Python."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return
     while _is_part(graph, _PARTS) and hasattr(graph.outer_graph, "capture_call_time_value"):
         graph = graph.outer_graph  # branches and bodies of loops run in the thread of their function
     if graph.name.startswith("__backward_"):

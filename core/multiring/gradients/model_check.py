@@ -44,10 +44,10 @@ def check_same(
     if comm.size == 1:
         return
     digest = None if entries is None else hashlib.sha256(repr((what, list(entries))).encode()).hexdigest()
-    if len(set(comm.allgather_object(digest)) - {None}) <= 1:
+    if len(set(comm.allgather_object(digest, name="model check")) - {None}) <= 1:
         return
     own = None if entries is None else (what, list(entries))
-    everyone: list[tuple[str, list[Entry]] | None] = comm.allgather_object(own)
+    everyone: list[tuple[str, list[Entry]] | None] = comm.allgather_object(own, name="model check, in full")
     having = {r: found for r, found in enumerate(everyone) if found is not None}
     name, difference = _first_difference(having)
     if not isinstance(advice, str):

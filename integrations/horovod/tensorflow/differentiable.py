@@ -18,6 +18,7 @@ from multiring.horovod.submissions import check_differentiable, reduction
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.errors import raised_as_tensorflow
 from multiring.horovod.tensorflow.graph_calls import begin, call, name_in_graph
+from multiring.tensorflow.tensors import to_tensor
 
 __all__ = [
     "Reduction",
@@ -65,7 +66,7 @@ class Reduction:
 
     def compressed(self, tensors: Tensors) -> tuple[list[Tensor], Callable[[Tensors], list[Tensor]]]:
         """What tensors are made of on their way, and how results of the same are made again of such."""
-        pairs = [self.compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+        pairs = [self.compression.compress(to_tensor(tensor)) for tensor in tensors]
 
         def restored(results: Tensors) -> list[Tensor]:
             return [
@@ -139,7 +140,7 @@ def broadcast_one(tensor: Tensor, root_rank: int, name: str | None, process_set:
 @as_is
 def alltoall_one(tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
     """See `alltoall`."""
-    inputs = [tf.convert_to_tensor(tensor)]
+    inputs = [to_tensor(tensor)]
     if splits is not None:
         counts = tf.convert_to_tensor(splits)
         if not counts.dtype.is_integer:
@@ -190,7 +191,7 @@ def _with_gradient(
 
         return tuple(results), gradient
 
-    inputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    inputs = [to_tensor(tensor) for tensor in tensors]
     found = forward(*inputs)
     return list(found) if isinstance(found, list | tuple) else [found]
 
@@ -272,7 +273,7 @@ def begin_allreduce(tensors: Tensors, how: Reduction) -> Callable[[], list[Tenso
 
 
 def _allgather(asked: Asked, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:
-    inputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    inputs = [to_tensor(tensor) for tensor in tensors]
 
     def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
         """This rank's rows of the averaged gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from multiring.horovod.process_sets import ProcessSet
 from multiring.horovod.state_check import SetCheck
 from multiring.tensorflow.variables import named_variables
 
-__all__ = ["Numbers", "after_check"]
+__all__ = ["Numbers", "after_check", "without_numbers"]
 
 Numbers = Callable[[], dict[str, object]]
 
@@ -61,10 +62,15 @@ class _Checked:
 
         def entries() -> Iterator[tuple[str, object]]:
             alive = [variable for variable in (ref() for ref in variables) if variable is not None]
-            for name, variable in named_variables(alive).items():
-                yield f"parameter {name}", np.asarray(variable)
+            for number, (name, variable) in enumerate(named_variables(alive).items(), 1):
+                yield f"parameter {without_numbers(name)} ({number})", np.asarray(variable)
 
         self._check.run("gradients", self._steps, entries, lambda: numbers().items())
+
+
+def without_numbers(name: str) -> str:
+    """The name of a variable or layer without the numbers that each process counts for itself."""
+    return re.sub(r"_?\d+|:.*", "", name)
 
 
 # By the identity of the first variable, which removes its entry when it goes.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from multiring.horovod.reduce_ops import Adasum, Average
 from multiring.horovod.request import Source
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.differentiable import Reduction, begin_allreduce
-from multiring.horovod.tensorflow.drift import Numbers, after_check
+from multiring.horovod.tensorflow.drift import Numbers, after_check, without_numbers
 from multiring.horovod.tensorflow.graph_calls import name_in_graph
 
 __all__ = ["GradientOptions", "LocalVariables", "identity_of", "source_of"]
@@ -201,7 +200,7 @@ def source_of(k: int, variables: Sequence[Any], is_present: bool, what: str = "g
     variable = variables[k]
     is_variable = hasattr(variable, "assign")  # the names of tensors differ by process
     title = str(getattr(variable, "path", None) or variable.name) if is_variable else ""
-    kind = re.sub(r"_?\d+|:.*", "", title.rpartition("/")[2])
+    kind = without_numbers(title.rpartition("/")[2])
     return Source(k + 1, len(variables), kind, is_present, title, what)
 
 

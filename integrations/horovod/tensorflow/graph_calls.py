@@ -20,6 +20,7 @@ from multiring.horovod.tensorflow.errors import code_of, raised_as_tensorflow
 from multiring.lazy import made_once
 from multiring.tensorflow.graph.delegated import Delegated, add_to_graph, delegate_to, new_owner
 from multiring.tensorflow.graph.naming import operation_name
+from multiring.tensorflow.tensors import to_tensor
 
 __all__ = ["begin", "call", "joined", "name_in_graph", "number"]
 
@@ -52,7 +53,7 @@ def begin(
         tf.errors.OpError: As the function that is returned: the ranks do not agree, or an argument is not
             accepted.
     """
-    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    tensors = [to_tensor(tensor) for tensor in tensors]
     if not tf.executing_eagerly():
         results = _in_graph(asked, tensors, name, process_set)
         return lambda: results

@@ -44,7 +44,7 @@ for shape in (4, 3), (4, 5, 3), (4, 2, 2, 3):
 
 LOADED = """
 x, y = np.ones((8, 3), "f"), np.ones((8, 2), "f")
-# A .keras file has no state of a legacy optimizer, whoever loads it.
+# A .keras file has no state of a legacy optimizer, which plain tf_keras does not find either.
 for make, suffix in (tf.keras.optimizers.Adam, "keras"), (tf.keras.optimizers.legacy.Adam, "h5"):
     model = tf.keras.Sequential([layers.Dense(2, input_shape=(3,), kernel_initializer="ones")])
     model.compile(hvk.DistributedOptimizer(make(0.1)), "mse")

@@ -235,7 +235,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(Callback, keras.callbacks.ModelCheckpoint):
     """Saves the model where a metric is the best so far; `filepath` may be set after it is made."""
 
     def __init__(

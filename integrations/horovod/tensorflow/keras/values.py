@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from multiring.arrays import without_mask
 from multiring.horovod.host_calls import Asked, start
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import Average, op_name, resolve_op
@@ -18,6 +19,7 @@ from multiring.horovod.tensorflow.errors import raised_as_tensorflow
 from multiring.horovod.tensorflow.functions import broadcast_global_variables
 from multiring.horovod.tensorflow.keras.optimizer import DistributedOptimizer
 from multiring.horovod.tensorflow.keras_kind import is_tf_keras
+from multiring.tensorflow.tensors import to_tensor
 
 __all__ = [
     "allgather",
@@ -32,7 +34,7 @@ Value = Any
 
 
 def _call(asked: Asked, value: Value, name: str | None, process_set: ProcessSet) -> Value:
-    array = np.array(value.numpy() if hasattr(value, "numpy") else value)
+    array = np.array(value.numpy() if hasattr(value, "numpy") else without_mask(value))
     if isinstance(value, float) and not isinstance(value, np.floating):  # np.float64 is both
         array = array.astype(np.float32)
     with raised_as_tensorflow():
@@ -44,7 +46,7 @@ def _call(asked: Asked, value: Value, name: str | None, process_set: ProcessSet)
 def _of_value(value: Value, compression: type[Compressor]) -> tuple[Value, Any]:
     if compression is Compression.none:
         return value, None
-    compressed, ctx = compression.compress(tf.convert_to_tensor(value))
+    compressed, ctx = compression.compress(to_tensor(value))
     return compressed.numpy(), ctx
 
 
