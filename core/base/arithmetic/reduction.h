@@ -33,13 +33,13 @@ MULTIRING_API const char* reduce_op_name(ReduceOp op);
 ///
 /// Average is the sum divided by the number of inputs (a true division: the average of equal values is that
 /// value). Scale factors are rounded to the type that is computed in. Integers: scale factors multiply in
-/// double, truncate toward zero and saturate (NaN gives 0), the average is exact and truncates toward zero
-/// (once, where it is scaled afterwards), sums wrap. Bool: sum and max are "or", product and min are "and";
-/// average and scale factors are not defined. The bitwise operations are those of integers and bool, without
-/// scale factors. Min and max give NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A
-/// NaN that is computed is the positive quiet one of its type, since which payload an addition keeps differs
-/// between processors. Complex numbers have sum, average and product; scale factors multiply both parts, and
-/// each part of a result has its NaN.
+/// double, truncate toward zero and saturate (NaN gives 0), the average is exact and truncates toward zero,
+/// sums wrap. Bool: sum and max are "or", product and min are "and"; average and scale factors are not
+/// defined. The bitwise operations are those of integers and bool, without scale factors. Min and max give
+/// NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN that is computed is the
+/// positive quiet one of its type, since which payload an addition keeps differs between processors. Complex
+/// numbers have sum, average and product; scale factors multiply both parts, and each part of a result has
+/// its NaN.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;

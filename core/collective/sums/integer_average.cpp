@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
-#include <type_traits>
 #include <vector>
 
 #include "base/arithmetic/kernels/copy.h"
@@ -31,26 +29,15 @@ void widen(const T* from, std::int64_t* to, std::size_t count) {
   }
 }
 
-/// Truncates toward zero and saturates; NaN gives 0.
 template <typename T>
-T to_integer(double value) {
-  if (!(value == value)) return 0;
-  if (value <= static_cast<double>(std::numeric_limits<T>::min())) return std::numeric_limits<T>::min();
-  if (value >= static_cast<double>(std::numeric_limits<T>::max())) return std::numeric_limits<T>::max();
-  return static_cast<T>(value);
-}
-
-/// The quotient is truncated once: after it was scaled.
-template <typename T>
-void divide(const std::int64_t* from, T* to, std::size_t count, int divisor, double factor) {
+void divide(const std::int64_t* from, T* to, std::size_t count, int divisor) {
   for (std::size_t i = 0; i < count; ++i) {
-    std::conditional_t<kLimbs<T> == 1, std::int64_t, Int128> sum;
-    if constexpr (kLimbs<T> == 1)
-      sum = from[i];
-    else
-      sum = static_cast<Int128>(from[2 * i]) * (Int128{1} << 32) + from[2 * i + 1];
-    to[i] = factor == 1.0 ? static_cast<T>(sum / divisor)
-                          : to_integer<T>(static_cast<double>(sum) * factor / divisor);
+    if constexpr (kLimbs<T> == 1) {
+      to[i] = static_cast<T>(from[i] / divisor);
+    } else {
+      const Int128 sum = static_cast<Int128>(from[2 * i]) * (Int128{1} << 32) + from[2 * i + 1];
+      to[i] = static_cast<T>(sum / divisor);
+    }
   }
 }
 
@@ -106,8 +93,8 @@ void average(Exchange& exchange, const OperationCall& call, Operation& operation
   cursor = 0;
   for_each_block<T>(bytes, [&](Range range) {
     const std::size_t count = range.size() / sizeof(T);
-    divide(sum + range.begin / sizeof(T) * kLimbs<T>, block, count, exchange.size(),
-           descriptor.key.postscale);
+    divide(sum + range.begin / sizeof(T) * kLimbs<T>, block, count, exchange.size());
+    scale(descriptor.dtype, block, count, descriptor.key.postscale);
     if (scatters)
       copy_bytes(operation.output + range.begin, block, range.size());
     else
