@@ -15,7 +15,6 @@ import numpy as np
 from multiring.horovod.pending import Key, Pending, RankReport, auto_number
 from multiring.horovod.request import Request, join_refusal, mismatch
 from multiring.named_queue import NamedQueue
-from multiring.reductions import ScaleKeywords
 from multiring.work import Work
 
 __all__ = ["Joining", "Zeros", "active_ranks", "awaited", "refusals"]
@@ -52,10 +51,10 @@ class Joining:
     def contribution(self, request: Request, key: Key) -> Pending:
         """Zeros for an allreduce of the others; to be submitted."""
         tensor = self.zeros(request)
-        scale = ScaleKeywords(prescale=request.prescale, postscale=request.postscale)
 
         def start(queue: NamedQueue) -> Work:
-            op: Any = request.op
+            op: Any
+            op, scale = request.reduction(queue.size)
             return queue.allreduce_async(
                 tensor, out=tensor, op=op, name=request.name, asked=request.asked, **scale
             )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 
+from multiring.reductions import ScaleKeywords
+
 __all__ = ["Request", "Source", "join_refusal", "mismatch", "reduction_request"]
 
 # Kinds whose first extents may differ over ranks.
@@ -71,6 +73,17 @@ class Request:
     root: int = -1
     group: str = ""
     sources: tuple[Source, ...] = ()
+
+    def reduction(self, size: int) -> tuple[str, ScaleKeywords]:
+        """The reduction over `size` ranks that gives the result, and its factors.
+
+        The average of integers is scaled as Horovod does it: their sum is multiplied by postscale / size, and
+        truncated once.
+        """
+        op, postscale = self.op, self.postscale
+        if op == "average" and postscale != 1.0 and "int" in self.dtype:
+            op, postscale = "sum", postscale / size
+        return op, ScaleKeywords(prescale=self.prescale, postscale=postscale)
 
     @property
     def extents(self) -> tuple[int, ...]:

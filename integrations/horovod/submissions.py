@@ -11,7 +11,6 @@ from multiring.horovod.operations import Start
 from multiring.horovod.process_sets import ProcessSet, global_process_set
 from multiring.horovod.reduce_ops import op_name, resolve_op
 from multiring.horovod.request import Request
-from multiring.reductions import ScaleKeywords
 
 __all__ = [
     "barrier",
@@ -110,11 +109,14 @@ def start_allreduce(tensor: Any, target: Any, request: Request) -> Start:
     """Reduces `tensor` into `target`. By Adasum: gathers all of them."""
     if request.op == "adasum":
         return start_allgather((tensor * request.prescale).reshape(1, -1), request)
-    scale = ScaleKeywords(prescale=request.prescale, postscale=request.postscale)
-    op: Any = request.op
-    return lambda queue: queue.allreduce_async(
-        tensor, out=target, op=op, name=request.name, asked=request.asked, **scale
-    )
+
+    def start(queue: Any) -> Any:
+        op, scale = request.reduction(queue.size)
+        return queue.allreduce_async(
+            tensor, out=target, op=op, name=request.name, asked=request.asked, **scale
+        )
+
+    return start
 
 
 def start_allgather(tensor: Any, request: Request) -> Start:
@@ -136,11 +138,14 @@ def start_alltoall(source: Any, counts: Sequence[int], request: Request) -> Star
 
 def start_reducescatter(tensor: Any, request: Request, target: Any = None) -> Start:
     """Reduces, and gives each rank its rows; in `target`, if there is one."""
-    scale = ScaleKeywords(prescale=request.prescale, postscale=request.postscale)
-    op: Any = request.op
-    return lambda queue: queue.reduce_scatter_async(
-        tensor, op=op, out=target, name=request.name, asked=request.asked, **scale
-    )
+
+    def start(queue: Any) -> Any:
+        op, scale = request.reduction(queue.size)
+        return queue.reduce_scatter_async(
+            tensor, op=op, out=target, name=request.name, asked=request.asked, **scale
+        )
+
+    return start
 
 
 def start_barrier(request: Request) -> Start:

@@ -65,6 +65,22 @@ def test_parameters_with_several_users(comm: Communicator, shape: str) -> None:
     assert_same_weights(model, single, rtol=1e-10)
 
 
+def test_a_parameter_without_dimensions_whose_gradient_is_added_to(comm: Communicator) -> None:
+    model = chainer.Chain()
+    with model.init_scope():
+        model.scale = chainer.Parameter(np.array(2.0))
+    optimizer = make_optimizer(comm, model, chainer.optimizers.SGD(0.1))
+
+    def loss() -> Any:
+        return model.scale * (comm.rank + 1.0)
+
+    model.cleargrads()
+    loss().backward()
+    optimizer.backward(loss())
+    optimizer.update()
+    np.testing.assert_allclose(model.scale.array, 2.0 - 0.1 * (comm.size + 1))
+
+
 def test_a_gradient_inside_of_the_loss(comm: Communicator) -> None:
     """As in a gradient penalty: it is this rank's own."""
 

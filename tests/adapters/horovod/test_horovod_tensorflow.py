@@ -10,7 +10,10 @@ import pytest
 import tensorflow as tf
 
 import multiring.horovod.tensorflow as hvd
+import multiring.horovod.tensorflow.keras as hvk
+import multiring.tensorflow
 from multiring import Communicator
+from multiring.errors import UsageError
 from tests.adapters.horovod.support import refused, with_hvd
 from tests.on_ranks import on_ranks, same_everywhere
 
@@ -48,6 +51,7 @@ def test_what_each_gives(comm: Communicator, way: str) -> None:
         (lambda: hvd.allreduce(x), base * total / size),
         (lambda: hvd.allreduce(x, average=False), base * total),
         (lambda: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), base * total * 2),
+        (lambda: hvd.allreduce(x.astype("int32"), postscale_factor=1.5), (base * total * 1.5 / size) // 1),
         (lambda: hvd.allreduce(rank, op=hvd.Max), size - 1),
         (lambda: hvd.allreduce(x, compression=hvd.Compression.fp16), base * total / size),
         (lambda: hvd.grouped_allreduce([x, np.array([rank])], op=hvd.Sum), sums),
@@ -64,7 +68,7 @@ def test_what_each_gives(comm: Communicator, way: str) -> None:
     for mine, (_, right) in zip(found, cases, strict=True):
         for one, other in zip(tf.nest.flatten(mine), tf.nest.flatten(right), strict=True):
             np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=1e-3)
-    assert np.asarray(found[11][1]).dtype == np.int32
+    assert np.asarray(found[12][1]).dtype == np.int32
 
 
 @with_hvd(3)
@@ -201,6 +205,9 @@ def test_a_mismatch_fails_on_all_ranks_and_the_job_goes_on(comm: Communicator, w
     if way == "at once":
         refused(hvd.HorovodInternalError, {"root": lambda: hvd.broadcast(tf.ones([2]), comm.rank % 2)})
         refused(ValueError, {"not supported": lambda: hvd.allreduce(tf.constant([True]))})
+        masked: Any = np.ma.MaskedArray(np.ones(2), mask=[False, True])
+        for call in (hvd.allreduce, hvd.allgather, hvk.allreduce, multiring.tensorflow.allreduce):
+            refused(UsageError, {"is masked": lambda call=call: call(masked)})
 
 
 @with_hvd(3)

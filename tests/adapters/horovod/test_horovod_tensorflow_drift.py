@@ -123,6 +123,19 @@ def test_a_variable_that_one_rank_changes(comm: Communicator, in_function: bool)
         steps(variables, comm.rank, 4, in_function)
 
 
+@with_hvd()
+def test_layers_that_keras_numbers_otherwise_are_the_same(comm: Communicator) -> None:
+    if comm.rank == 0:
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    hvt.broadcast_variables(model.variables, 0)
+    model.fit(np.ones((16, 2)), np.ones((16, 1)), batch_size=2, verbose=0)
+    model.layers[1].kernel.assign_add(np.full((3, 1), float(comm.rank)))
+    with pytest.raises(ERRORS, match=r"parameter sequential/dense/kernel \(3\)"):
+        model.fit(np.ones((16, 2)), np.ones((16, 1)), batch_size=2, verbose=0)
+
+
 @pytest.mark.parametrize("in_function", [False, True])
 @with_hvd()
 def test_uneven_data_and_variables_of_one_rank(comm: Communicator, in_function: bool) -> None:

@@ -56,6 +56,23 @@ def test_optimizers_of_tensorflow_1(comm: Communicator, what: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("is_v2", [False, True])
+@with_hvd()
+def test_a_loop_in_a_session(comm: Communicator, is_v2: bool) -> None:
+    (tf1.enable_control_flow_v2 if is_v2 else tf1.disable_control_flow_v2)()
+    try:
+        with tf.Graph().as_default(), tf1.Session() as session:
+            _, total = tf1.while_loop(
+                lambda i, _: i < 4,
+                lambda i, total: (i + 1, total + hvt.allreduce(tf.cast(i, tf.float32), op=hvt.Sum)),
+                [tf.constant(0), tf.constant(0.0)],
+                parallel_iterations=1,
+            )
+            assert session.run(total) == 6 * comm.size
+    finally:
+        tf1.enable_control_flow_v2()
+
+
 @pytest.mark.parametrize("by_reference", [False, True])
 @with_hvd()
 def test_adasum_in_sessions(comm: Communicator, by_reference: bool) -> None:

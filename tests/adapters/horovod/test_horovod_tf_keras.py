@@ -48,7 +48,11 @@ x, y = np.ones((8, 3), "f"), np.ones((8, 2), "f")
 for make, suffix in (tf.keras.optimizers.Adam, "keras"), (tf.keras.optimizers.legacy.Adam, "h5"):
     model = tf.keras.Sequential([layers.Dense(2, input_shape=(3,), kernel_initializer="ones")])
     model.compile(hvk.DistributedOptimizer(make(0.1)), "mse")
-    model.fit(x, y, verbose=0)
+    best = hvk.callbacks.BestModelCheckpoint(monitor="loss", filepath=f"best-{rank}.keras")
+    model.fit(x, y, verbose=0, callbacks=[best])
+    np.testing.assert_array_equal(
+        tf.keras.models.load_model(best.filepath).get_weights()[0], model.get_weights()[0]
+    )
     path = f"model-{rank}.{suffix}"
     model.save(path)
     loaded = hvk.load_model(path)

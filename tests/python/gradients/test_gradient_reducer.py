@@ -16,7 +16,7 @@ from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import Gradient
-from tests.on_ranks import Pool, on_ranks
+from tests.on_ranks import Pool, all_raise, on_ranks
 from tests.python.gradients.support import Source
 
 RANKS = 3
@@ -116,6 +116,15 @@ def test_the_same_data_on_all_ranks_is_told_once(comm: Communicator, data: str, 
     source.reducer.close()
     files = [one.filename for one in told if "most likely each trains on the same data" in str(one.message)]
     assert files == [__file__] * (comm.rank == 0 and data == "same" and every is None), "at a line of its own"
+
+
+@on_ranks(RANKS)
+@all_raise(MismatchError, "model check")
+def test_a_check_meets_no_object_of_the_program(comm: Communicator) -> None:
+    if comm.rank == 0:
+        check_same(comm, [("a", "1")], "words")
+    else:
+        comm.allgather_object(None)
 
 
 @on_ranks(RANKS)
