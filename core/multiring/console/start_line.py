@@ -152,7 +152,7 @@ def _alone(launcher: str) -> str:
 
 def _two_ranks() -> str:
     """The command that starts this program on two ranks; in a notebook the function."""
-    if "ipykernel" in sys.modules:
+    if hasattr(sys.modules.get("__main__"), "get_ipython"):
         return "multiring.launch(fn, np=2)"
     script = sys.argv[0] if sys.argv else ""
     name = os.path.basename(script)

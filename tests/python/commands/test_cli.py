@@ -77,7 +77,7 @@ def test_help_fits_the_terminal(
         cli.main([name, "--help"])
     # A list of choices has no spaces, and an example of a command line cannot be broken without a change.
     long = [line for line in capsys.readouterr().out.splitlines() if len(line) > 80]
-    assert not [line for line in long if max(map(len, line.split())) < 56 and "multiring " not in line]
+    assert not [line for line in long if max(map(len, line.split())) < 40 and "multiring " not in line]
 
 
 @pytest.mark.parametrize(

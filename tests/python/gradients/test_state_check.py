@@ -49,7 +49,7 @@ def test_a_forgotten_broadcast_is_told(comm: Communicator) -> None:
             continue
         with pytest.raises(MismatchError) as caught:
             check.compare([("weight", np.full(2, comm.rank))])
-        said = "most likely broadcast_parameters was not called, on every rank, before the first step"
+        said = "Most likely broadcast_parameters was not called before the first step"
         assert (said in str(caught.value)) == (step == 2), (step, caught.value)
 
 
