@@ -50,8 +50,9 @@ class _Ranks:
         started = start(_SUM, f"{self._title}: state check", [rows], self._process_set, [rows])
         return _Rows(lambda: started.wait()[0].view(np.uint8))
 
-    def allgather_object(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks; None for a rank that has joined."""
+    def allgather_object(self, value: Any, *, name: str) -> list[Any]:
+        """Return the objects of all ranks; None for a rank that has joined. `name` is accepted for the sake of
+        Communicator, and ignored: the title tells the operations apart."""
         data = pickle.dumps(value)
         data += bytes(-len(data) % 4)
         lengths = np.zeros(self.size, np.int64)

@@ -207,7 +207,8 @@ def test_a_mismatch_fails_on_all_ranks_and_the_job_goes_on(comm: Communicator, w
         refused(ValueError, {"not supported": lambda: hvd.allreduce(tf.constant([True]))})
         masked: Any = np.ma.MaskedArray(np.ones(2), mask=[False, True])
         for call in (hvd.allreduce, hvd.allgather, hvk.allreduce, multiring.tensorflow.allreduce):
-            refused(UsageError, {"is masked": lambda call=call: call(masked)})
+            with pytest.raises((UsageError, ValueError), match="is masked"):
+                call(masked)
 
 
 @with_hvd(3)
