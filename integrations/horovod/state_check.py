@@ -51,8 +51,8 @@ class _Ranks:
         return _Rows(lambda: started.wait()[0].view(np.uint8))
 
     def allgather_object(self, value: Any, *, name: str) -> list[Any]:
-        """Return the objects of all ranks; None for a rank that has joined. `name` is accepted for the sake of
-        Communicator, and ignored: the title tells the operations apart."""
+        """Return the objects of all ranks; None for a rank that has joined. `name` is accepted as by
+        Communicator, and ignored, since the title tells the operations apart."""
         data = pickle.dumps(value)
         data += bytes(-len(data) % 4)
         lengths = np.zeros(self.size, np.int64)
