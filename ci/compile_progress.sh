@@ -15,8 +15,8 @@ while kill -0 "$command" 2>/dev/null; do
   sleep 1
   seconds=$((seconds + 1))
   if [ $((seconds % 15)) -eq 0 ]; then
-    compiled=$(find build/cp* -name '*.o' -newer "$began" 2>/dev/null | wc -l)
-    total=$(cat build/cp*/build.ninja 2>/dev/null | grep -c '^build .*\.o:')
+    compiled=$(find build/cp3* -name '*.o' -newer "$began" 2>/dev/null | wc -l)
+    total=$(cat build/cp3*/build.ninja 2>/dev/null | grep -c '^build .*\.o:')
     left=''
     passed=$(($(date +%s) - start))
     if [ "$compiled" -gt 5 ] && [ "$compiled" -lt "$total" ]; then

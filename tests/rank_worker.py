@@ -52,7 +52,11 @@ def _obey(request: dict[str, Any]) -> dict[str, Any]:
 
     def call() -> Any:
         function, args, kwargs = pickle.loads(request["call"])
-        return function(multiring.world(), *args, **kwargs)
+        try:
+            return function(multiring.world(), *args, **kwargs)
+        finally:
+            for value in kwargs.values():  # a MonkeyPatch is undone where it has patched
+                getattr(value, "undo", lambda: None)()
 
     answer = _attempt(call)
     if request["abort"] and isinstance(answer["error"], Exception):
