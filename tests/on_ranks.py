@@ -64,7 +64,7 @@ def run_on_ranks(item: pytest.Function) -> None:
     for error in pool.run_expecting_errors(item.obj, **arguments):
         assert isinstance(error, kind), f"{error!r} is no {kind}"
         for text in texts:
-            assert re.search(text, str(error)), f"no {text!r} in: {error}"
+            assert re.search(text, str(error), re.DOTALL), f"no {text!r} in: {error}"
 
 
 def same_everywhere(comm: Communicator, value: object) -> bool:
