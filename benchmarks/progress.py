@@ -1,4 +1,4 @@
-"""What rank 0 tells while a benchmark runs: a bar on a terminal, or a line every 30 s on stderr."""
+"""Rank 0 tells how far a benchmark is: by a bar on a terminal, elsewhere by a line every 30 s on stderr."""
 
 from __future__ import annotations
 

@@ -126,15 +126,16 @@ class _PassBack:
         return (_PassBackOnCpu if has_kernels else _PassBack)(x, gradient, statistics, scale, eps)
 
     def sums(self) -> Tensor:
-        """Of the gradient, and of the gradient times the normalised input, over this rank's batch: float64,
-        shape (2, channels)."""
+        """Return two sums over this rank's batch, float64 of shape (2, channels): of the gradient, and of the
+        gradient times the normalised input."""
         axes = _all_but_channels(self._x)
         self._deviation = self._x - self._as(self._mean)
         product = (self._gradient * self._deviation).sum(axes).double() * self._scale
         return torch.stack([self._gradient.sum(axes).double(), product])
 
     def combined(self, of_gradient: Tensor, of_normalised: Tensor, constant: Tensor) -> Tensor:
-        """Gradient and normalised input with factors, and a constant, added up; all of shape (channels,)."""
+        """Return factor * gradient + factor * normalised input + constant, of the shape of the input. Factors
+        and constant have shape (channels,)."""
         found = self._deviation.mul_(self._as(of_normalised * self._scale))
         found.addcmul_(self._gradient, self._as(of_gradient))
         return found.add_(self._as(constant))

@@ -70,8 +70,6 @@ class ModelGradients(GradientSource):
         self.plain = self.placement.plain  # those that are reduced in their own memory, which hooks mark
         self._is_repeatable = options.is_repeatable(comm.size)
         self._kept: set[int] = set()  # reduced gradients that autograd is about to add to
-        # Reduced gradients that the program had set to zero when a pass of this round first added to them.
-        self._emptied: set[int] = set()
         self._held: weakref.ref[Held] | None = None
         self._plans: dict[tuple[bool, ...], _Plan] = {}  # the last one used is the last
         self.produced_since_step = np.zeros(len(self._names), np.bool_)
@@ -138,12 +136,8 @@ class ModelGradients(GradientSource):
 
     def _note_incoming(self, number: int, gradient: torch.Tensor) -> None:
         self.placement.note_incoming(number, gradient)
-        before = self._gradient(number)
-        self._kept.discard(number)
-        if before is None or number in self._emptied or self.placement.is_other(number, before):
-            return
-        values = before if before.layout is torch.strided else before.coalesce().values()
-        (self._kept if values.any() else self._emptied).add(number)
+        is_kept = (before := self._gradient(number)) is not None and self.placement.is_kept(number, before)
+        (self._kept.add if is_kept else self._kept.discard)(number)
 
     def arrived(self, number: int) -> None:
         """Autograd has accumulated a gradient, and this round reduces it: it may leave.
@@ -205,13 +199,9 @@ class ModelGradients(GradientSource):
             produced[plan.numbers] = result.produced
             self.placement.settle(parameters, produced)
         finally:
-            self._forget_round()
+            self.placement.forget_round()
         self.produced_since_step |= produced
         return result
-
-    def _forget_round(self) -> None:
-        self._emptied.clear()
-        self.placement.forget_round()
 
     def cancel(self) -> None:
         """Forget the round of a backward pass that was aborted by an exception.
@@ -226,7 +216,7 @@ class ModelGradients(GradientSource):
             there = self.placement.reduced_in_place(self.hold())
             kept = [n for n in there if states[plan.indices[n]] is GradientState.SENT]
             plan.reducer.cancel()
-            self._forget_round()
+            self.placement.forget_round()
             if kept:
                 raise aborted_in_use(self._comm.rank, self._names[kept[0]])
 

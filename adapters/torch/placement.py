@@ -129,6 +129,7 @@ class GradientPlacement:
         # The usual ones. What is said below of a number is so if nothing is said of it there.
         self.plain = plain_gradients(len(names))
         self._reduced: dict[int, _Reduced] = {}
+        self._emptied: set[int] = set()  # reduced ones that were zero when this round first added to them
         self.rounds = 0
         self._was_produced = np.zeros(len(names), np.bool_)  # gradients that some round has reduced
         # Of the round under way: those that are reduced in their own memory, and their versions; the others.
@@ -228,7 +229,17 @@ class GradientPlacement:
         tensor, address, now = plain
         return _Reduced(tensor, address, now, None)
 
-    def is_other(self, number: int, gradient: Tensor) -> bool:
+    def is_kept(self, number: int, gradient: Tensor) -> bool:
+        """Return whether this is the tensor that was reduced last, and was not zero when a pass of this round
+        first added to it."""
+        if number in self._emptied or self._is_other(number, gradient):
+            return False
+        if (gradient if gradient.layout is torch.strided else gradient.coalesce().values()).any():
+            return True
+        self._emptied.add(number)
+        return False
+
+    def _is_other(self, number: int, gradient: Tensor) -> bool:
         """Return whether this is another tensor than that which was reduced last."""
         known = self._known(number)
         return known is None or not known.is_tensor(gradient)
@@ -282,7 +293,7 @@ class GradientPlacement:
             if (parameter := parameters[number]) is not None and (gradient := parameter.grad) is not None
         }
         if had_round or self.moment(parameters) == step:  # nothing was written to between the steps
-            given = {n: gradient for n, gradient in given.items() if self.is_other(n, gradient)}
+            given = {n: gradient for n, gradient in given.items() if self._is_other(n, gradient)}
         else:
             given = {n: gradient for n, gradient in given.items() if self.is_new(n, gradient)}
         return {id(parameters[number]): self._names[number] for number in given}
@@ -326,6 +337,7 @@ class GradientPlacement:
     def forget_round(self) -> None:
         """The round has ended, or was aborted."""
         self.plain.end_round()
+        self._emptied.clear()
         self._in_place, self._copies, self._incoming, self._streams = {}, {}, {}, {}
 
     def reduced_in_place(self, parameters: ParameterList) -> list[int]:

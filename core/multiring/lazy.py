@@ -22,7 +22,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("get_world_size", "process_count", "world_size", "num_ranks"), "multiring.size()"),
     **dict.fromkeys(("get_local_rank", "local_process_index"), "multiring.local_rank()"),
 }
-# What to write for names that only the package of a framework has.
+# Advice for names that only the package of a framework has.
 _OF_FRAMEWORKS = {
     **dict.fromkeys(
         ("DistributedDataParallel", "DDP"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SameDataCheck"]
 
-# What gives each rank its share of the data, by the module that a program for it has imported.
+# Ways to give each rank its share of the data, by the module that programs with this way have imported.
 _SHARES = {
     "torch": "torch.utils.data.DistributedSampler(data, comm.size, comm.rank)",
     "tensorflow": "multiring.tensorflow.shard_dataset",

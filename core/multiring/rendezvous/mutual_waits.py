@@ -77,7 +77,7 @@ def watch_waits(settings: Settings) -> None:
 
 
 def _current_wait() -> _Wait | None:
-    """What this process waits in; None: in nothing, or in more than one operation, or it is not known."""
+    """Return the one operation that this process waits in; None: none, several, or unknown."""
     threads, call, number = _core.program_calls()
     begun = _core.waits()
     if threads != 1 or len(begun) != 1 or _count_program_threads() > 1:
@@ -141,7 +141,7 @@ def _waits_for(theirs: Any, own: str, wait: _Wait) -> bool:
 
 
 def _told(store: Store, key: str) -> Any:
-    """What a rank tells; None: nothing."""
+    """Return the state that a rank has published; None: there is none."""
     try:
         return json.loads(store.get(key, 0.0))
     except errors.TimeoutError:

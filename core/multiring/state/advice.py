@@ -8,7 +8,7 @@ __all__ = ["BROADCAST", "advice_for", "advice_in_general"]
 
 BROADCAST = "broadcast_parameters"
 
-_MORE = "(docs/correctness.md, also how to turn this check off)"
+_MORE = "(docs/correctness.md)"
 
 
 def advice_for(

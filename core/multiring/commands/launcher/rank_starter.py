@@ -102,7 +102,7 @@ class ProgramError(Exception):
 
 # Without these a rank's output comes late and a crash in native code leaves no trace.
 DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-# What TensorFlow says when it starts is the same on all ranks: that of rank 0 is enough, but for warnings.
+# TensorFlow writes the same information on all ranks when it starts: only rank 0 shows it.
 _OTHER_RANKS = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
