@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -100,10 +101,19 @@ def come_when_missed(comm: Communicator) -> None:
 
 
 def run_out_of_batches(comm: Communicator) -> None:
+    """With another thread of the program, which might communicate: that no call can end is not proven, as
+    tests/faults/test_mutual_waits.py has it."""
+    ended = threading.Event()
+    loader = threading.Thread(target=lambda: ended.wait())
+    loader.start()
     queue = comm.named_queue("gradients")
-    for _ in range(1 + (comm.rank != LATE)):
-        queue.allreduce(np.ones(3), name="weight")
-    comm.allgather_object("done")
+    try:
+        for _ in range(1 + (comm.rank != LATE)):
+            queue.allreduce(np.ones(3), name="weight")
+        comm.allgather_object("done")
+    finally:
+        ended.set()
+        loader.join()
 
 
 def test_ranks_that_wait_for_each_other_are_told_what_to_do(nursery: Nursery) -> None:
