@@ -136,8 +136,11 @@ class ModelGradients(GradientSource):
 
     def _note_incoming(self, number: int, gradient: torch.Tensor) -> None:
         self.placement.note_incoming(number, gradient)
-        is_kept = (before := self._gradient(number)) is not None and self.placement.is_kept(number, before)
-        (self._kept.add if is_kept else self._kept.discard)(number)
+        before = self._gradient(number)
+        if before is not None and self.placement.note_addition(number, before):
+            self._kept.add(number)
+        else:
+            self._kept.discard(number)
 
     def arrived(self, number: int) -> None:
         """Autograd has accumulated a gradient, and this round reduces it: it may leave.

@@ -111,6 +111,7 @@ HOROVOD = (
 import multiring.horovod.torch as hvd
 hvd.init()
 model = torch.nn.Linear(5, 1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 step = 0

@@ -101,10 +101,14 @@ def come_when_missed(comm: Communicator) -> None:
 
 
 def run_out_of_batches(comm: Communicator) -> None:
-    """With another thread of the program, which might communicate: that no call can end is not proven, as
-    tests/faults/test_mutual_waits.py has it."""
+    """Communicate beside another thread of the program. That might communicate too, so that ranks which
+    wait for one another are not proven to wait for ever (tests/faults/test_mutual_waits.py has those)."""
     ended = threading.Event()
-    loader = threading.Thread(target=lambda: ended.wait())
+
+    def load() -> None:  # a frame of the program: a thread that only runs a method of threading is not one
+        ended.wait()
+
+    loader = threading.Thread(target=load)
     loader.start()
     queue = comm.named_queue("gradients")
     try:

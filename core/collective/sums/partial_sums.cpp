@@ -10,8 +10,6 @@
 namespace multiring {
 namespace {
 
-constexpr std::size_t kWidest = 8;
-
 /// Whether the tree over `parts` has the shape of reduce()'s over as many inputs.
 bool is_canonical(std::span<const PartialSums::Part> parts, Subtree node) {
   if (parts.size() == 1) return parts[0].node == node;
@@ -139,10 +137,10 @@ void PartialSums::finish(void* block, void* output, std::size_t count) const {
 
 /// Each level of the tree has one block, and level 0 is only used once.
 std::byte* PartialSums::scratch(std::size_t depth) {
+  const std::size_t block = kCachedElements * dtype_size(computed_);
   if (scratch_.empty())
-    scratch_.resize((static_cast<std::size_t>(std::bit_width(static_cast<unsigned>(ranks_))) + 2) *
-                    kCachedElements * kWidest);
-  return scratch_.data() + depth * kCachedElements * kWidest;
+    scratch_.resize((static_cast<std::size_t>(std::bit_width(static_cast<unsigned>(ranks_))) + 2) * block);
+  return scratch_.data() + depth * block;
 }
 
 }  // namespace multiring

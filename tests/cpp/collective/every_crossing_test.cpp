@@ -59,7 +59,7 @@ TEST(EveryCrossing, ReducesAndScatters) {
     RankGroup(crossing.options()).run([](Communicator& communicator) {
       const auto size = static_cast<std::size_t>(communicator.size());
       const auto rank = static_cast<std::size_t>(communicator.rank());
-      for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8})
+      for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8, DType::kComplex128})
         for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage})
           for (const std::uint64_t count : {0, 1, 37, 20001}) {
             const Bytes input = input_of(dtype, count, rank);

@@ -140,9 +140,9 @@ TEST(DevicePeerMemoryCollectivesTest, ReduceScatter) {
 
 TEST(DevicePeerMemoryCollectivesTest, ReduceScatterOfEveryDType) {
   for_each_order({3}, [](PeerJob& job, Communicator& communicator) {
-    for (const DType dtype : kAllDTypes)
+    for (const DType dtype : kAllDTypes)  // complex ones pass through the host
       for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin}) {
-        if (!is_accepted(dtype, op)) continue;
+        if (is_complex(dtype) || !is_accepted(dtype, op)) continue;
         const ReduceProblem problem = make_problem(dtype, {op}, 70'001 / dtype_size(dtype), 3);
         expect_reduced(job, communicator, CallMode::kSync, problem, problem.count);
       }

@@ -144,9 +144,9 @@ TEST(DevicePeerMemoryPiecesTest, EverySizeAndOrderOfWork) {
 TEST(DevicePeerMemoryPiecesTest, EveryDTypeAndReduction) {
   PeerJob job(3);
   job.group.run([&](Communicator& communicator) {
-    for (const DType dtype : kAllDTypes)
+    for (const DType dtype : kAllDTypes)  // complex ones pass through the host
       for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax}) {
-        if (!is_accepted(dtype, op)) continue;
+        if (is_complex(dtype) || !is_accepted(dtype, op)) continue;
         // Bytes may lie anywhere.
         const std::size_t shift = dtype_size(dtype) == 1 ? 0 : 1;
         const std::size_t count = 70'001 / dtype_size(dtype);

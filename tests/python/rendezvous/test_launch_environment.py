@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from multiring.rendezvous.joined import HOSTS_KEY
 from multiring.store import TcpStoreServer
 from multiring.store.file import job_directory_prefix
 from tests.python.rendezvous.detected import detect, numbers
-from tests.support import executable, last_words
+from tests.support import executable, last_words, wait_until
 
 
 def variables(text: str) -> dict[str, str]:
@@ -291,10 +292,12 @@ def test_a_store_that_vanishes_while_hosts_are_asked_for_is_not_asked_again(
 ) -> None:
     server = TcpStoreServer("127.0.0.1", 0, bytes.fromhex(MULTIRING["MULTIRING_SECRET"]))
     answer = server._answer
+    closing = threading.Thread(target=server.close)
 
     def vanish(request: bytes) -> bytes:
         if HOSTS_KEY.encode() in request:
-            server.close()
+            closing.start()  # which waits for the thread that answers here
+            wait_until(lambda: server._closed, "the end of the store")
             raise EOFError
         return answer(request)
 
@@ -302,6 +305,7 @@ def test_a_store_that_vanishes_while_hosts_are_asked_for_is_not_asked_again(
     store = {"MULTIRING_STORE": f"tcp://127.0.0.1:{server.port}", "MULTIRING_TIMEOUT": "20"}
     with server:
         told = end_of_init(MULTIRING | store | {"MULTIRING_CROSS_RANK": "1", "MULTIRING_CROSS_SIZE": "2"})
+        closing.join()
     assert "PeerLostError: the store tcp://127.0.0.1" in told
     assert "rank 0 or the launcher, has ended, or the network to it is cut" in told
 

@@ -37,6 +37,11 @@ ReduceProblem make_problem(DType dtype, const Reduction& reduction, std::size_t 
 }
 
 Bytes encoded(DType dtype, const std::vector<int>& values) {
+  if (is_complex(dtype)) {
+    std::vector<int> numbers;
+    for (const int value : values) numbers.insert(numbers.end(), {value, -value});
+    return encoded(number_type(dtype), numbers);
+  }
   const std::size_t element = dtype_size(dtype);
   Bytes bytes(values.size() * element);
   for (std::size_t i = 0; i < values.size(); ++i) {

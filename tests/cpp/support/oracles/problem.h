@@ -37,7 +37,7 @@ struct ReduceProblem {
 ReduceProblem make_problem(DType dtype, const Reduction& reduction, std::size_t count, int size);
 /// Of elements whose reductions are exact, so that no order of additions changes a bit.
 ReduceProblem exact_problem(DType dtype, const Reduction& reduction, std::size_t count, int size);
-/// `values` as elements of `dtype`; integers wrap.
+/// `values` as elements of `dtype`; integers wrap, and a complex one is value - value * i.
 Bytes encoded(DType dtype, const std::vector<int>& values);
 
 }  // namespace multiring::testing

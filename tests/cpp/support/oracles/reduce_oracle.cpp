@@ -205,11 +205,11 @@ E random_element(std::mt19937& random, bool special) {
 Bytes reduce_oracle(DType dtype, const Reduction& reduction, const std::vector<Bytes>& inputs) {
   const bool unchanged = inputs.size() == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0;
   if (unchanged) return inputs[0];
-  return dispatch(dtype, [&]<typename E>(E) { return reduce_elements<E>(reduction, inputs); });
+  return dispatch(number_type(dtype), [&]<typename E>(E) { return reduce_elements<E>(reduction, inputs); });
 }
 
 double value_at(DType dtype, const Bytes& bytes, std::size_t index) {
-  return dispatch(dtype, [&]<typename E>(E) {
+  return dispatch(number_type(dtype), [&]<typename E>(E) {
     E at;
     std::memcpy(&at, &bytes[index * sizeof(E)], sizeof(E));
     return static_cast<double>(Element<E>::widen(at));
@@ -217,10 +217,10 @@ double value_at(DType dtype, const Bytes& bytes, std::size_t index) {
 }
 
 Bytes random_elements(DType dtype, std::size_t count, std::uint32_t seed, bool special) {
-  return dispatch(dtype, [&]<typename E>(E) {
+  return dispatch(number_type(dtype), [&]<typename E>(E) {
     std::mt19937 random(seed);
-    Bytes bytes(count * sizeof(E));
-    for (std::size_t i = 0; i < count; ++i) {
+    Bytes bytes(count * dtype_size(dtype));
+    for (std::size_t i = 0; i < bytes.size() / sizeof(E); ++i) {
       const E one = random_element<E>(random, special);
       std::memcpy(&bytes[i * sizeof(E)], &one, sizeof(E));
     }
