@@ -135,3 +135,24 @@ def test_a_full_disk_is_told_once_and_ends_nothing() -> None:
     os.close(full)
     assert len(told) == 1
     assert "cannot write" in told[0]
+
+
+def test_what_a_rank_has_written_to_stderr_comes_before_what_it_writes_to_stdout_then() -> None:
+    shown, written = os.pipe()
+    pipes = {name: os.pipe() for name in ("stdout", "stderr")}  # in this order the selector finds them
+    with selectors.PollSelector() as selector:
+        outputs = Multiplexer(
+            selector, tagged=False, directory=None, warn=pytest.fail, descriptors=(written, written)
+        )
+        for name, (reading, _) in pipes.items():
+            outputs.add(0, name, reading)
+        for name in ("stderr", "stdout"):
+            os.write(pipes[name][1], f"to {name}\n".encode())
+        while outputs.before_wait() is None and (ready := selector.select(0)):
+            for key, _ in ready:
+                key.data()
+        outputs.end()
+    found = os.read(shown, 100)
+    for descriptor in (shown, written, *(writing for _, writing in pipes.values())):
+        os.close(descriptor)
+    assert found == b"to stderr\nto stdout\n"

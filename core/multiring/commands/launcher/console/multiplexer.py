@@ -50,6 +50,7 @@ class _Stream:
         self.tail = Tail()
         self.is_open = True
         self.is_read = False  # registered with the selector
+        self.was_read = False  # since the selector was asked, which may have told of what was read
 
 
 class Multiplexer:
@@ -141,6 +142,7 @@ class Multiplexer:
             self._report(sink)
             self._watch(sink.descriptor, selectors.EVENT_WRITE, bool(sink.pending), lambda: None)
         for stream in self._streams.values():
+            stream.was_read = False
             wanted = stream.is_open and len(stream.console.sink.pending) < _MAX_PENDING
             if wanted != stream.is_read:
                 stream.is_read = wanted
@@ -199,12 +201,22 @@ class Multiplexer:
             self._selector.unregister(descriptor)
 
     def _read(self, stream: _Stream) -> None:
-        if not stream.is_open:
+        if not stream.is_open or stream.was_read:
             return
         if data := os.read(stream.descriptor, READ_BYTES):
+            if not stream.is_stderr:
+                self._read_stderr_of(stream.rank)
             self._take(stream, data)
         else:
             self._close(stream)
+
+    def _read_stderr_of(self, rank: int) -> None:
+        """Take what a rank has written to stderr by now: it may have done so before it wrote to stdout."""
+        stream = self._streams.get((rank, "stderr"))
+        if stream is not None and stream.is_read:
+            stream.was_read = True
+            for data in read_what_is_there(stream.descriptor):
+                self._take(stream, data)
 
     def _take(self, stream: _Stream, data: bytes) -> None:
         if stream.file is not None:
