@@ -11,7 +11,7 @@ from multiring.chainer.groups import Group, plain_communicator
 from multiring.chainer.normalise import Normalise, Statistics, local_moments
 from multiring.derived import derived
 from multiring.errors import UsageError
-from multiring.state.batch_moments import combine_moments, moments_row
+from multiring.state.batch_moments import cannot_synchronise, combine_moments, moments_row
 
 __all__ = ["SyncBatchNormalization", "convert_sync_batch_normalization"]
 
@@ -132,7 +132,8 @@ def convert_sync_batch_normalization(link: chainer.Link, comm: Group = None) -> 
         The link, or the new one if it is itself a batch normalisation.
 
     Raises:
-        UsageError: A link normalises over other axes than all but the channels'.
+        UsageError: A link normalises over other axes than all but the channels', or its class has a `forward`
+            of its own.
     """
     return _convert(link, comm, "", {})
 
@@ -147,10 +148,10 @@ def _convert(link: chainer.Link, comm: Group, path: str, done: dict[int, chainer
     if isinstance(link, chainer.ChainList):
         for index, child in enumerate(link):
             if (converted := _convert(child, comm, f"{path}/{index}".lstrip("/"), done)) is not child:
-                link[index] = converted
+                _replace(link, index, converted)
     elif isinstance(link, chainer.Chain):
-        for child in list(link.children()):
-            name = child.name
+        for name in sorted(link._children):  # children() has no names, and a link knows one of them only
+            child = getattr(link, name)
             if (converted := _convert(child, comm, f"{path}/{name}".lstrip("/"), done)) is not child:
                 delattr(link, name)
                 with link.init_scope():
@@ -158,11 +159,23 @@ def _convert(link: chainer.Link, comm: Group, path: str, done: dict[int, chainer
     return result
 
 
+def _replace(parent: chainer.ChainList, index: int, link: chainer.Link) -> None:
+    if not isinstance(parent, chainer.Sequential):
+        parent[index] = link
+        return
+    # Its own assignment takes the links in another order, by which parameters are named.
+    replaced = parent._layers[index]
+    parent._layers[index] = link
+    parent._children = [link if child is replaced else child for child in parent._children]
+
+
 def _converted(link: links.BatchNormalization, comm: Group, path: str) -> SyncBatchNormalization:
     if link.avg_mean is not None and (link.axis is not None or link.avg_mean.ndim != 1):
         raise UsageError(
             f"'{path}' normalises over axes of its own; what normalises per channel can be synchronised"
         )
+    if type(link).forward is not links.BatchNormalization.forward:
+        raise cannot_synchronise(link, path, "multiring.chainer.SyncBatchNormalization")
     new = SyncBatchNormalization.__new__(SyncBatchNormalization)
     new.__dict__.update(link.__dict__)
     new._params, new._persistent = set(link._params), set(link._persistent)

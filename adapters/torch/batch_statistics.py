@@ -72,6 +72,7 @@ class Normalise(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.statistics, ctx.eps, ctx.comm, ctx.label = statistics, eps, comm, label
+        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
         if x.numel() == 0:
             return torch.empty_like(x)
         dtype = _working_dtype(x)
@@ -81,25 +82,25 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, _ = ctx.saved_tensors
+        x, weight = ctx.saved_tensors  # which a checkpoint gives once
         with torch.no_grad():
-            found = Normalise._backward(ctx, gradient)
+            found = Normalise._backward(ctx, x, weight, gradient)
         if not torch.is_grad_enabled():
             return found
         final: Any = _Final
         return tuple(None if each is None else final.apply(each, gradient, x, ctx.label) for each in found)
 
     @staticmethod
-    def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    def _backward(ctx: Any, x: Tensor, weight: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, ...]:
         statistics: Statistics = ctx.statistics
         dtype = _working_dtype(x)
         scale = (statistics.variance + ctx.eps).rsqrt()
         gradient = gradient.to(dtype)
         pass_back = _PassBack.chosen(x.to(dtype), gradient, statistics, scale, ctx.eps)
         sums = pass_back.sums()
-        grad_weight = sums[1].to(weight.dtype, copy=True) if ctx.needs_input_grad[1] else None
-        grad_bias = sums[0].to(weight.dtype, copy=True) if ctx.needs_input_grad[2] else None
+        weight_dtype, bias_dtype = ctx.dtypes
+        grad_weight = sums[1].to(weight_dtype, copy=True) if ctx.needs_input_grad[1] else None
+        grad_bias = sums[0].to(bias_dtype, copy=True) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, grad_bias, None, None, None, None
         ctx.comm.allreduce(sums, op="sum", out=sums, name=f"{ctx.label} backward", comm_dtype="float32")

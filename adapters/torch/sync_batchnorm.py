@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from multiring.derived import derived, resolve
 from multiring.errors import UsageError
+from multiring.state.batch_moments import cannot_synchronise
 from multiring.torch.batch_statistics import Normalise, Statistics, global_statistics
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -165,7 +166,8 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator | None = None) -> torch.nn.Module:
     """Replace every batch normalisation layer by a `SyncBatchNorm` with the same parameters and buffers.
 
-    Not collective. Parameters stay the same objects, so an optimizer that has them need not be rebuilt.
+    Not collective. Parameters stay the same objects, so an optimizer that has them need not be rebuilt; hooks
+    of a layer go with it.
 
     Args:
         module: A model; it is changed, unless it is itself a batch normalisation layer.
@@ -175,7 +177,8 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator | None = 
         The model, or the new layer if the model is a batch normalisation layer.
 
     Raises:
-        UsageError: A layer is lazy and has no parameters yet; run a batch through the model first.
+        UsageError: A layer is lazy and has no parameters yet; run a batch through the model first. Or a layer
+            computes more than a batch normalisation, by a `forward` of its own or a parametrization.
     """
     return _convert(module, comm, "", {})
 
@@ -189,7 +192,9 @@ def _convert(
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         result = _converted(module, comm, path)
     done[id(module)] = result
-    for name, child in list(module.named_children()):
+    for name, child in list(module._modules.items()):  # named_children() has each layer once
+        if child is None:
+            continue
         converted = _convert(child, comm, f"{path}.{name}" if path else name, done)
         if converted is not child:
             setattr(module, name, converted)
@@ -199,10 +204,19 @@ def _convert(
 def _converted(layer: _BatchNorm, comm: Communicator | None, path: str) -> SyncBatchNorm:
     if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         raise UsageError(f"'{path}' is a lazy layer without parameters; run a batch through the model first")
-    new = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, False, False, comm=comm)
-    new.affine, new.track_running_stats = layer.affine, layer.track_running_stats
-    new.training = layer.training
+    if _computes_more(layer):
+        raise cannot_synchronise(layer, path, "multiring.torch.SyncBatchNorm")
+    new = SyncBatchNorm.__new__(SyncBatchNorm)
+    new.__dict__.update(layer.__dict__)  # hooks, too: their handles remove them from both
+    new.__dict__.pop("_compiled_call_impl", None)  # what layer.compile() has made of the old layer
+    for own in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        new.__dict__[own] = copy.copy(layer.__dict__[own])
+    new._group = _Group(comm)
     new.label = f"SyncBatchNorm {path}".rstrip()
-    new._parameters = copy.copy(layer._parameters)
-    new._buffers = copy.copy(layer._buffers)
     return new
+
+
+def _computes_more(layer: _BatchNorm) -> bool:
+    """Return whether a layer computes something besides what Torch's batch normalisation does."""
+    is_own = "forward" in layer.__dict__ or not type(layer).forward.__module__.startswith("torch.nn.")
+    return is_own or bool(layer._modules)  # a parametrization is a layer of the layer

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring import _core as native
+from multiring.errors import UsageError
 
-__all__ = ["combine_moments", "fold_rows", "moments_row"]
+__all__ = ["cannot_synchronise", "combine_moments", "fold_rows", "moments_row"]
 
 Row = NDArray[np.float64]
 T = TypeVar("T")
@@ -74,3 +75,19 @@ def _merged(left: Row, right: Row) -> Row:
     squares = left[channels + 1 :] + right[channels + 1 :] + difference**2 * (left[0] * right[0] / count)
     folded: Row = np.concatenate([[count], mean, squares])
     return folded
+
+
+def cannot_synchronise(layer: object, path: str, synchronised: str) -> UsageError:
+    """Return the error of a layer that normalises batches and computes something besides.
+
+    Args:
+        layer: The layer of the framework.
+        path: Where the model has it; empty for a layer alone.
+        synchronised: The class of layers that take its place.
+    """
+    place = f"'{path}'" if path else "the layer"
+    return UsageError(
+        f"{place} is a {type(layer).__name__}, which computes something besides its batch normalisation, and "
+        "conversion would leave that out in silence: convert the model before such layers are changed, or "
+        f"derive their class from {synchronised}"
+    )

@@ -121,6 +121,8 @@ def test_refused(comm: Communicator) -> None:
     refuses(UsageError, "normalises per channel", SyncBatchNormalization, 3, comm, axis=(0, 2))
     own_axes = links.BatchNormalization((3, 2))
     refuses(UsageError, "over axes of its own", convert_sync_batch_normalization, own_axes, comm)
+    more = chainer.Sequential(links.BatchRenormalization(3))
+    refuses(UsageError, "'0' is a BatchRenormalization, which", convert_sync_batch_normalization, more, comm)
     x = chainer.Variable(whole_batch(comm.rank, 4, (3, 2), "float32"))
     functions.sum(layer(x) ** 3).backward(enable_double_backprop=True)
     twice = functions.sum(x.grad_var**2).backward
@@ -140,13 +142,15 @@ class _Nested(chainer.Chain):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         shared = links.BatchNormalization(2)
+        several = (links.Linear(2, 2), links.Linear(2, 2), shared, functions.relu, shared, links.Linear(2, 2))
         with self.init_scope():
             self.first = links.BatchNormalization(2)
-            self.several = chainer.Sequential(links.Linear(2, 2), shared, functions.relu, shared)
+            self.last = self.first
+            self.several = chainer.Sequential(*several)
             self.listed = chainer.ChainList(links.BatchNormalization(2), links.Linear(2, 2))
 
     def forward(self, x: Any) -> Any:
-        return self.listed[0](self.several(self.first(x)))
+        return self.last(self.listed[0](self.several(self.first(x))))
 
 
 def test_conversion(comm: Communicator, tmp_path: Path) -> None:
@@ -155,11 +159,12 @@ def test_conversion(comm: Communicator, tmp_path: Path) -> None:
     assert convert_sync_batch_normalization(model, comm) is model
     assert [(name, id(parameter)) for name, parameter in model.namedparams()] == parameters
     kinds = [type(link) for link in model.links()]
-    assert kinds.count(SyncBatchNormalization) == 4
-    assert model.several[1] is model.several[3]
+    assert kinds.count(SyncBatchNormalization) == 5
+    assert model.several[2] is model.several[4]
+    assert model.first is model.last
     batch = whole_batch(comm.rank, 3 + comm.rank, (2,), "float32")
     model(batch)
-    assert same_everywhere(comm, model.several[1].avg_mean.tobytes())
+    assert same_everywhere(comm, model.several[2].avg_mean.tobytes())
     copied = copy.deepcopy(model)
     before = model.first.avg_mean.copy()
     copied(batch)

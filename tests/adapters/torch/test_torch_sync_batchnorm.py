@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import multiring.torch
 from multiring import Communicator
@@ -131,6 +133,61 @@ def test_conversion(comm: Communicator) -> None:
         duplicate.train()
         duplicate(torch.randn(2, 3))
         assert duplicate.running_mean is not layer.running_mean
+
+
+class _Tanh(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name in torch
+        return super().forward(input).tanh()
+
+
+def test_conversion_of_layers_that_compute_more_is_refused(comm: Communicator) -> None:
+    patched, normed = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    patched.forward = functools.partial(_Tanh.forward, patched)  # type: ignore[method-assign]
+    torch.nn.utils.parametrize.register_parametrization(normed, "weight", nn.Softplus())
+    for layer in (_Tanh(3), patched, normed):
+        with pytest.raises(UsageError, match=r"'0' is a \w+, .* derive their class from .*SyncBatchNorm"):
+            multiring.torch.convert_sync_batchnorm(nn.Sequential(layer), comm)
+    with pytest.raises(UsageError, match="the layer is a _Tanh, which computes something besides"):
+        multiring.torch.convert_sync_batchnorm(_Tanh(3), comm)
+
+
+def test_hooks_go_with_a_converted_layer(comm: Communicator) -> None:
+    plain = nn.BatchNorm1d(2)
+    plain.weight = None  # type: ignore[assignment]
+    handle = plain.register_forward_hook(lambda layer, inputs, output: torch.tanh(output))
+    plain.purpose = "its own"  # type: ignore[assignment]
+    parts = [torch.randn(4, 2, generator=torch.Generator().manual_seed(rank)) for rank in range(comm.size)]
+    converted: Any = multiring.torch.convert_sync_batchnorm(plain, comm)
+    assert converted.purpose == "its own"
+    wanted = plain(torch.cat(parts))[4 * comm.rank :][:4]
+    torch.testing.assert_close(converted(parts[comm.rank]), wanted)
+    assert converted.bias.grad is None
+    converted(parts[comm.rank]).sum().backward()
+    assert converted.bias.grad is not None
+    handle.remove()
+    assert converted(parts[comm.rank]).abs().max() > 1
+
+
+def test_a_layer_that_one_module_has_in_several_places(comm: Communicator) -> None:
+    shared = nn.BatchNorm1d(3)
+    model = nn.Sequential(nn.Linear(3, 3), shared, nn.Tanh(), shared)
+    multiring.torch.convert_sync_batchnorm(model, comm)
+    assert isinstance(model[1], multiring.torch.SyncBatchNorm)
+    assert model[3] is model[1]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_activations(comm: Communicator, use_reentrant: bool) -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
+    model = multiring.torch.convert_sync_batchnorm(copy.deepcopy(plain), comm)
+    parts = [torch.randn(5, 3, dtype=torch.float64) for _ in range(comm.size)]
+    mine, whole = parts[comm.rank].requires_grad_(), torch.cat(parts).detach().requires_grad_()
+    checkpoint(model, mine, use_reentrant=use_reentrant).square().sum().backward()
+    plain(whole).square().sum().backward()
+    assert mine.grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(mine.grad, whole.grad[5 * comm.rank :][:5])
 
 
 def test_refused(comm: Communicator) -> None:
