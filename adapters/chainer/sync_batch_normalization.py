@@ -174,7 +174,7 @@ def _converted(link: links.BatchNormalization, comm: Group, path: str) -> SyncBa
         raise UsageError(
             f"'{path}' normalises over axes of its own; what normalises per channel can be synchronised"
         )
-    if type(link).forward is not links.BatchNormalization.forward:
+    if "forward" in link.__dict__ or type(link).forward is not links.BatchNormalization.forward:
         raise cannot_synchronise(link, path, "multiring.chainer.SyncBatchNormalization")
     new = SyncBatchNormalization.__new__(SyncBatchNormalization)
     new.__dict__.update(link.__dict__)

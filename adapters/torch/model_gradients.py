@@ -136,11 +136,9 @@ class ModelGradients(GradientSource):
 
     def _note_incoming(self, number: int, gradient: torch.Tensor) -> None:
         self.placement.note_incoming(number, gradient)
-        before = self._gradient(number)
-        if before is not None and self.placement.note_addition(number, before):
+        self._kept.discard(number)
+        if self.placement.note_addition(number, self._gradient(number)):
             self._kept.add(number)
-        else:
-            self._kept.discard(number)
 
     def arrived(self, number: int) -> None:
         """Autograd has accumulated a gradient, and this round reduces it: it may leave.

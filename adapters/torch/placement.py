@@ -229,10 +229,10 @@ class GradientPlacement:
         tensor, address, now = plain
         return _Reduced(tensor, address, now, None)
 
-    def note_addition(self, number: int, gradient: Tensor) -> bool:
-        """Note that a pass is about to add to a gradient. Return whether this is the tensor that was reduced
-        last, and was not zero when a pass of this round first added to it."""
-        if number in self._emptied or self._is_other(number, gradient):
+    def note_addition(self, number: int, gradient: Tensor | None) -> bool:
+        """Note that a pass is about to add to a gradient, or to make it. Return whether it is the tensor that
+        was reduced last, and was not zero when a pass of this round first added to it."""
+        if gradient is None or number in self._emptied or self._is_other(number, gradient):
             return False
         if (gradient if gradient.layout is torch.strided else gradient.coalesce().values()).any():
             return True

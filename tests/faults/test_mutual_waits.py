@@ -97,7 +97,7 @@ def test_a_rank_that_has_left_the_loop_early() -> None:
     done = run_job(2, HOOKS, env={"MULTIRING_STALL_WARNING": "1"})
     told = re.findall(r"\[(\d)\] told: (.*)", done.stdout)
     assert sorted(rank for rank, _ in told) == ["0", "1"], done.stdout + done.stderr
-    assert all("barrier" in text and "hooks.join()" in text for _, text in told)
+    assert all("barrier" in text and "hooks.join()" in text for _, text in told), told
 
 
 NOT_PROVEN = {

@@ -123,6 +123,9 @@ def test_refused(comm: Communicator) -> None:
     refuses(UsageError, "over axes of its own", convert_sync_batch_normalization, own_axes, comm)
     more = chainer.Sequential(links.BatchRenormalization(3))
     refuses(UsageError, "'0' is a BatchRenormalization, which", convert_sync_batch_normalization, more, comm)
+    patched = links.BatchNormalization(3)
+    patched.forward = lambda x: functions.tanh(links.BatchNormalization.forward(patched, x))
+    refuses(UsageError, "the layer is a BatchNorm.*, which", convert_sync_batch_normalization, patched, comm)
     x = chainer.Variable(whole_batch(comm.rank, 4, (3, 2), "float32"))
     functions.sum(layer(x) ** 3).backward(enable_double_backprop=True)
     twice = functions.sum(x.grad_var**2).backward
