@@ -20,6 +20,7 @@ FULL = {
         "chainer/test_chainer_jobs.py",
         "horovod/test_horovod_drift.py",
         "horovod/test_horovod_elastic.py",
+        "horovod/test_horovod_ignite.py",
         "horovod/test_horovod_missing_gradients.py",
         "horovod/test_horovod_optimizer.py",
         "horovod/test_horovod_optimizer_state.py",

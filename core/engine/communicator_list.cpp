@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 
-#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <system_error>
@@ -76,15 +75,18 @@ std::vector<WaitInProgress> CommunicatorList::waits() {
   return found;
 }
 
-void CommunicatorList::fail(const std::vector<std::string>& names, const std::string& message) {
+std::vector<std::shared_ptr<Communicator>> CommunicatorList::find(const std::vector<std::string>& names) {
+  const std::lock_guard lock(listed().mutex);
   std::vector<std::shared_ptr<Communicator>> found;
-  {
-    const std::lock_guard lock(listed().mutex);
+  for (const std::string& name : names)
     for (Communicator* const each : listed().communicators)
-      if (std::ranges::find(names, each->user_name()) != names.end())
+      if (each->user_name() == name)
         if (auto held = each->weak_from_this().lock()) found.push_back(std::move(held));
-  }
-  for (const auto& each : found) {
+  return found;
+}
+
+void CommunicatorList::fail(const std::vector<std::string>& names, const std::string& message) {
+  for (const auto& each : find(names)) {
     ErrorContext context;
     context.rank = each->rank();
     context.host = each->host();

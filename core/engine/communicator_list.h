@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -27,7 +28,10 @@ class MULTIRING_API CommunicatorList {
   static std::string find_other_end(const Communicator* here, int world_rank);
   /// What is in progress in all communicators.
   static std::vector<WaitInProgress> waits();
-  /// Breaks communicators by a mismatch, on all of their ranks. `names`: as WaitInProgress::communicator.
+  /// The communicators with these names, which are those of WaitInProgress::communicator, in their order.
+  static std::vector<std::shared_ptr<Communicator>> find(const std::vector<std::string>& names);
+  /// Breaks communicators by a mismatch, on all of their ranks, in the order of `names`: the process may end
+  /// as soon as the one is broken that its program waits in, which should be the last.
   static void fail(const std::vector<std::string>& names, const std::string& message);
 };
 

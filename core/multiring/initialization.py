@@ -119,6 +119,7 @@ def _join(comm: Any, settings: Settings) -> Communicator:
         if joined.rank == 0:
             tell_launcher(settings)
             say_start(joined, settings, by_mpi=connected.by_mpi)
+        joined.barrier()  # what the ranks write comes after what rank 0 has said of the start
     except BaseException:
         joined.close()
         _held.close()

@@ -5,8 +5,8 @@ deadline. When a wait has lasted so long that the core warns, a thread here tell
 by the launcher's store, in which operation and at which line of the program this rank waits. It is proven
 that two ranks wait for one another if
 
-- in both processes one thread alone has ever communicated, and no other one is in the program's own code, so
-  that nothing else can begin an operation,
+- in both processes one thread alone has ever communicated, and no other one is in the program's own code or
+  a timer that may call it, so that nothing else can begin an operation,
 - that thread is in a call without a timeout that only the operation in question ends, and
 - each rank has seen what the other one tells, and was in its call before that and after it.
 
@@ -101,8 +101,8 @@ def _watch(settings: Settings, wait: _Wait) -> None:
 
 
 def _count_program_threads() -> int:
-    """Threads that are in the program's own code, whether they have communicated or not."""
-    count = 0
+    """Threads that are in the program's own code or will be, whether they have communicated or not."""
+    count = sum(isinstance(each, threading.Timer) for each in threading.enumerate())
     for bottom in sys._current_frames().values():
         frame: FrameType | None = bottom
         while frame is not None and not is_of_program(frame):

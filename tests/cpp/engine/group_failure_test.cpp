@@ -1,11 +1,13 @@
 // Errors of groups: while they are made, how they call their ranks, and what is told where telling fails.
 
+#include <algorithm>
 #include <memory>
 #include <numeric>
 #include <string>
 #include <vector>
 
 #include "collective/exchange.h"
+#include "engine/communicator_list.h"
 #include "support/errors.h"
 #include "support/operations.h"
 
@@ -213,6 +215,25 @@ TEST(FailingNetworks, KeepNoPendingWorkWaiting) {
       expect_text(error, "as the test has it");
     }
     told.count_down();
+  });
+}
+
+// They are broken in this order, and the process may end as soon as the last one is.
+TEST(NamedCommunicators, AreFoundInTheOrderOfTheirNames) {
+  GroupOptions options(TransportKind::kInproc, 1);
+  RankGroup group(options);
+  group.run([](Communicator& world) {
+    std::vector<std::shared_ptr<Communicator>> made;
+    std::vector<std::string> names;
+    for (int i = 0; i < 5; ++i) {
+      made.push_back(world.split(0, 0, {}));
+      names.push_back(made.back()->user_name());
+    }
+    for (const bool backwards : {true, false}) {
+      std::reverse(made.begin(), made.end());
+      std::reverse(names.begin(), names.end());
+      EXPECT_EQ(CommunicatorList::find(names), made) << backwards;
+    }
   });
 }
 

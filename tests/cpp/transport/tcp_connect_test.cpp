@@ -94,6 +94,23 @@ TEST(TcpConnect, ARankThatHasEndedIsNamedWithBothAddresses) {
                 "127.0.0.1 (lo) to 127.0.0.1:", "Connection refused");
 }
 
+// A connection that ends does not tell why.
+TEST(TcpConnect, ARankWhoseConnectionEndsWhileMoreAreAwaitedIsNamed) {
+  InprocStore store;
+  TcpNetwork zero(store, tcp_options(0, 2, 2));
+  {
+    TcpNetwork one(store, tcp_options(1, 2, 2));
+    const Network::Link to_one[] = {{1, 0}};
+    const Network::Link to_zero[] = {{0, 0}};
+    beside(zero, [&] { one.connect(to_zero, wait_seconds(20)); });
+    zero.connect(to_one, wait_seconds(20));
+  }
+  const Error error =
+      connect_error(ErrorKind::kPeerLost, zero, {{1, 1}}, 20, "lost its connection to rank 1 on ",
+                    "it has ended, or the network between them is cut. Look at its output");
+  EXPECT_EQ(error.context().peer, 1);
+}
+
 TEST(TcpConnect, AnAddressThatCannotBeReachedIsNamed) {
   InprocStore store;
   TcpNetwork network(store, tcp_options(1, 2));

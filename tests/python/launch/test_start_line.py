@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def test_rank_0_says_once_what_job_this_is() -> None:
         line(ranks, "1 host", f"{cores:.3g} cores", "shared memory") + SHARE.format(ranks) + ".*\n", told
     )
     assert run_job(2, SCRIPT, env={"MULTIRING_QUIET": "1"}, code=0).stderr == ""
+
+
+def test_the_start_is_told_before_the_ranks_write(tmp_path: Path) -> None:
+    """Where all of it goes into one pipe."""
+    script = tmp_path / "script.py"
+    script.write_text("import multiring\nprint('first of', multiring.init().rank)\n")
+    command = [sys.executable, "-m", "multiring", "run", "-np", "4", str(script)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    told, own = done.stdout.splitlines(), [f"[{rank}] first of {rank}" for rank in range(4)]
+    assert told[0].startswith("[0] multiring: version")
+    assert sorted(told[-4:]) == own, done.stdout
 
 
 def test_ranks_of_several_hosts_say_what_is_between_them() -> None:
