@@ -13,9 +13,10 @@ import chainer
 import multiring
 from multiring import Communicator
 from multiring.chainer import array_collectives as arrays
-from multiring.chainer.gradient_slots import GradientSlots, fill_with_zeros, identities, named_parameters
+from multiring.chainer.gradient_slots import GradientSlots
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.chainer.messages import Mailbox
+from multiring.chainer.parameters import fill_with_zeros, identities, named_parameters
 from multiring.chainer.state_broadcast import broadcast_arrays, forget_copies, parameter_arrays
 from multiring.chainer.without_mpi import ObjectCommunicator, keep_mpi_out
 from multiring.errors import UsageError

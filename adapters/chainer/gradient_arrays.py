@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from chainer.backends import cuda
 from multiring.arrays import address_of, checksum
 from multiring.chainer.arrays import on_device, to_host
 from multiring.gradients.source import Gradient
 
-__all__ = ["buffer_at", "checksum_of", "own_arrays", "reference_to"]
+__all__ = ["buffer_at", "checksum_of", "extent", "merged", "own_arrays", "reference_to"]
+
+# What NumPy may spend on finding out whether two arrays share an element.
+_MAX_WORK = 1000
 
 
 def buffer_at(array: Any) -> Gradient:
@@ -37,23 +42,48 @@ def reference_to(array: Any) -> Callable[[], Any]:
 
 
 def own_arrays(gradients: Mapping[int, Any]) -> set[int]:
-    """Indexes of the gradients in writable memory that no other of them shares."""
+    """Indexes of the gradients in writable memory that no other of them shares, and that have no element
+    twice."""
     # The addresses of devices and of the host are different ones.
-    extents = sorted((*_extent(g), k) for k, g in gradients.items() if g.size)
-    reach, last, shared = 0, -1, set()
+    extents = sorted((*extent(g), k) for k, g in gradients.items() if g.size)
+    reached: list[
+        tuple[int, int]
+    ] = []  # ends and indexes of those that reach beyond where the next one begins
+    shared = set()
     for begin, end, index in extents:
-        if begin < reach:
-            shared |= {last, index}
-        if end > reach:
-            reach, last = end, index
-    return {index for _, _, index in extents if _is_writable(gradients[index])} - shared
+        reached = [one for one in reached if one[0] > begin]
+        for _, other in reached:
+            if _share(gradients[other], gradients[index]):
+                shared |= {other, index}
+        reached.append((end, index))
+    return {k for _, _, k in extents if _is_writable(gradients[k]) and not _repeats(gradients[k])} - shared
 
 
 def _is_writable(array: Any) -> bool:
     return on_device(array) or array.flags.writeable
 
 
-def _extent(array: Any) -> tuple[int, int]:
+def _share(array: Any, other: Any) -> bool:
+    """Whether two arrays whose extents overlap have an element in common: columns of one matrix have none."""
+    if on_device(array):
+        return True
+    try:
+        return np.shares_memory(array, other, max_work=_MAX_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _repeats(array: Any) -> bool:
+    """Whether an array may have several elements in one place, as one that was broadcast."""
+    reach = array.itemsize
+    for step, length in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if step < reach:
+            return True
+        reach += step * (length - 1)
+    return False
+
+
+def extent(array: Any) -> tuple[int, int]:
     """The addresses where an array begins and ends."""
     first = array.data.ptr if on_device(array) else address_of(array)
     if array.flags.c_contiguous:
@@ -61,3 +91,14 @@ def _extent(array: Any) -> tuple[int, int]:
     spans = [(length - 1) * step for length, step in zip(array.shape, array.strides, strict=True)]
     begin, end = (first + sum(span for span in spans if (span < 0) == low) for low in (True, False))
     return begin, end + array.itemsize
+
+
+def merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of addresses, those that overlap or follow one another as one; sorted."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(extents):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found

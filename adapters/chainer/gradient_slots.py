@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +10,16 @@ import numpy as np
 import chainer
 from multiring.arrays import STREAMING_BYTES, address_of, copy_large, without_mask
 from multiring.chainer.arrays import Array, on_device, to_device
-from multiring.chainer.gradient_arrays import buffer_at, checksum_of, own_arrays, reference_to
+from multiring.chainer.gradient_arrays import (
+    buffer_at,
+    checksum_of,
+    extent,
+    merged,
+    own_arrays,
+    reference_to,
+)
+from multiring.chainer.parameters import specifications
 from multiring.errors import UsageError
-from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
 from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundResult
@@ -21,35 +27,15 @@ from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundR
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["GradientSlots", "fill_with_zeros", "identities", "named_parameters", "specifications"]
-
-
-def named_parameters(link: chainer.Link) -> dict[str, chainer.Parameter]:
-    """The parameters of a link by path ("block/conv/W"), each once, in ChainerMN's order."""
-    found: dict[int, tuple[str, chainer.Parameter]] = {}
-    for path, parameter in sorted(link.namedparams(), key=itemgetter(0)):
-        found.setdefault(id(parameter), (path.lstrip("/"), parameter))
-    return dict(found.values())
-
-
-def identities(parameters: Mapping[str, chainer.Parameter]) -> list[tuple[str, int, bool]]:
-    """What tells these parameters from others: name, identity, and whether each is initialised."""
-    return [(name, id(p), p.is_initialized) for name, p in parameters.items()]
-
-
-def fill_with_zeros(parameters: Mapping[str, chainer.Parameter]) -> None:
-    """Give every initialised parameter without a gradient one of zeros."""
-    for parameter in parameters.values():
-        if parameter.is_initialized and parameter.grad is None:
-            parameter.grad = parameter.xp.zeros_like(parameter.array)
+__all__ = ["GradientSlots"]
 
 
 class GradientSlots(GradientSource):
     """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
 
     When the backward pass is over, gradients are reduced in the arrays that the program has, on the host or
-    on a device. Those that left during it, that are read-only, or whose memory another parameter's gradient
-    has too are copied: on the host into their slots, of which `parameter.grad` is a view afterwards; on a
+    on a device. Those that left during it, that are read-only, that were broadcast, or whose memory a slot or
+    another parameter's gradient has too are copied: on the host into their slots, of which `parameter.grad` is a view afterwards; on a
     device to new arrays, which take its place. What `parameter.grad` is then tells what has been reduced: any
     other array is new.
 
@@ -89,6 +75,7 @@ class GradientSlots(GradientSource):
         self.reducer = GradientReducer(comm, specs, options, self)
         self.is_repeatable = options.is_repeatable(comm.size)
         self._views: list[Array] = []
+        self._slots: list[tuple[int, int]] = []  # the addresses of all views
         # Weak: what the program lets go of is not to be kept until the next round.
         self._shown: list[Callable[[], Any]] = [_nothing] * len(specs)
         self._pending: dict[int, Any] = {}  # of the round under way, not in their slots yet
@@ -203,7 +190,11 @@ class GradientSlots(GradientSource):
             pending[index] = gradient
         # A sum in an array that another parameter's gradient is too, in another optimizer, would be added up.
         self._own = own_arrays(pending) if in_place and self.is_repeatable else set()
-        # Before any bucket leaves: the array may be the slot of another parameter.
+        # Before any bucket leaves, and before any slot is written.
+        for index, gradient in pending.items():
+            if gradient is not self._views[index] and self._is_in_slots(gradient):
+                pending[index] = gradient.copy()
+                self._own.discard(index)
         for index, gradient in pending.items():
             if index not in self._own and gradient is not self._views[index]:
                 self._put(index, gradient)
@@ -324,6 +315,11 @@ class GradientSlots(GradientSource):
         """Whether a gradient of the program's own may be given to the core as it is."""
         return bool(gradient.flags.c_contiguous and gradient.dtype == self._views[index].dtype)
 
+    def _is_in_slots(self, gradient: Any) -> bool:
+        """Whether a gradient shares memory with slots, as where parameters have exchanged their gradients."""
+        begin, end = extent(gradient)
+        return any(begin < stop and start < end for start, stop in self._slots)
+
     def _put(self, index: int, gradient: Any) -> None:
         """Copy a gradient to where it may be reduced: its slot, or new memory of its device."""
         view = self._views[index]
@@ -357,6 +353,7 @@ class GradientSlots(GradientSource):
             return
         before: Sequence[Array | None] = self._views or [None] * len(self.parameters)
         self._views = self.reducer.views
+        self._slots = merged(extent(view) for view in self._views if view.size)
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad is before[index]:
                 self._show(index, self._views[index])
@@ -370,31 +367,3 @@ def _has_history(parameter: chainer.Parameter) -> bool:
     """Whether Chainer could differentiate the gradient further."""
     known = parameter._grad_var
     return known is not None and known.creator_node is not None
-
-
-def specifications(
-    rank: int, parameters: Mapping[str, chainer.Parameter], dtype: np.dtype[Any] | None = None
-) -> list[ParameterSpec]:
-    """What the ranks have to agree on for each initialised parameter.
-
-    Args:
-        rank: For messages.
-        parameters: By name.
-        dtype: That of the gradients on their way; None: the one that they have.
-
-    Raises:
-        UsageError: An array is of ChainerX.
-    """
-    return [_specification(rank, name, p, dtype) for name, p in parameters.items() if p.is_initialized]
-
-
-def _specification(
-    rank: int, name: str, parameter: chainer.Parameter, dtype: np.dtype[Any] | None
-) -> ParameterSpec:
-    array = parameter.array
-    if not isinstance(array, np.ndarray) and not on_device(array):
-        raise UsageError(
-            f"rank {rank}: parameter '{name}' is an array of {type(array).__module__}; gradients of NumPy "
-            "and CuPy arrays are reduced: move the model with to_cpu() or to_gpu()"
-        )
-    return ParameterSpec(name, tuple(array.shape), (array.dtype if dtype is None else dtype).name)

@@ -12,15 +12,10 @@ from numpy.typing import NDArray
 
 import chainer
 from multiring.chainer.communicator import ChainerCommunicator, as_chainer_communicator
-from multiring.chainer.gradient_slots import (
-    GradientSlots,
-    fill_with_zeros,
-    identities,
-    named_parameters,
-    specifications,
-)
+from multiring.chainer.gradient_slots import GradientSlots
 from multiring.chainer.groups import Group
 from multiring.chainer.overlap import watched_gradients
+from multiring.chainer.parameters import fill_with_zeros, identities, named_parameters, specifications
 from multiring.chainer.state_broadcast import (
     broadcast_optimizer_state,
     broadcast_parameters,

@@ -12,8 +12,8 @@ import numpy as np
 import chainer
 from multiring import Communicator
 from multiring.chainer.arrays import empty, is_array, on_device, ordered, to_device, to_host
-from multiring.chainer.gradient_slots import named_parameters
 from multiring.chainer.groups import Group, plain_communicator
+from multiring.chainer.parameters import named_parameters
 from multiring.objects import pickled
 from multiring.state import broadcast
 from multiring.state.buffer_sync import sync_arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,57 @@ def test_arrays_that_several_refer_to(comm: Communicator) -> None:
     np.testing.assert_array_equal(one, comm.rank)  # of two parameters, whose averages may differ
     np.testing.assert_array_equal(held, (comm.size - 1) / 2)
     mn.finalize()
+
+
+def test_gradients_that_are_columns_of_one_matrix(comm: Communicator) -> None:
+    """No element is in two of them: the program's matrix gets the averages."""
+    model = make_model()
+    mn = multiring.chainer.create_communicator(comm)
+    parameters = [model.first.b, model.middle.b]
+    matrix = np.full((parameters[0].size, 2), float(comm.rank))
+    for column, parameter in enumerate(parameters):
+        parameter.grad = matrix[:, column]
+    mn.multi_node_mean_grad(model)
+    np.testing.assert_array_equal(matrix, (comm.size - 1) / 2)
+    mn.finalize()
+
+
+def test_gradients_that_were_broadcast(comm: Communicator) -> None:
+    """NumPy lets a program write into what has one element in many places."""
+    model = make_model()
+    mn = multiring.chainer.create_communicator(comm)
+    weight = model.first.W
+    rows = np.arange(weight.shape[0], dtype=np.float64)[:, np.newaxis]
+    full = np.arange(weight.size, dtype=np.float64).reshape(weight.shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        weight.grad = np.broadcast_arrays(rows, full)[0] if comm.rank == 0 else full.copy()
+        mn.multi_node_mean_grad(model)
+    np.testing.assert_allclose(weight.grad, (rows + full * (comm.size - 1)) / comm.size)
+    mn.finalize()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parameters_that_exchange_their_gradients(comm: Communicator, transposed: bool) -> None:
+    """The gradient of each then lies in the memory where that of the other one is reduced."""
+
+    class Pair(chainer.Link):
+        def __init__(self) -> None:
+            super().__init__()
+            with self.init_scope():
+                self.a, self.b = (chainer.Parameter(np.zeros((3, 3), np.float32)) for _ in "ab")
+
+    pair = Pair()
+    optimizer = make_optimizer(comm, pair, chainer.optimizers.SGD(1.0))
+    first = np.arange(9, dtype=np.float32).reshape(3, 3)
+    for _ in range(2):
+        optimizer.update(lambda: functions.sum(pair.a * first) + functions.sum(pair.b * (first + 9)))
+    a, b = pair.a.grad, pair.b.grad
+    np.testing.assert_array_equal(a, first)
+    pair.a.grad, pair.b.grad = b.T if transposed else b, a
+    optimizer.synchronize()  # averages of what is the same everywhere
+    np.testing.assert_array_equal(pair.a.grad, (first + 9).T if transposed else first + 9)
+    np.testing.assert_array_equal(pair.b.grad, first)
 
 
 def test_a_scaled_gradient_that_some_ranks_lack(comm: Communicator) -> None:

@@ -26,7 +26,8 @@ from chainer.backends import cuda
 
 import multiring.chainer
 from multiring import Communicator
-from multiring.chainer.gradient_slots import GradientSlots, named_parameters
+from multiring.chainer.gradient_slots import GradientSlots
+from multiring.chainer.parameters import named_parameters
 from multiring.gradients.options import ReducerOptions
 from tests.adapters.chainer.support import make_model, make_optimizer
 from tests.gpu.devices import library
