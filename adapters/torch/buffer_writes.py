@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from multiring.torch.buffers import has_same_bytes
 from multiring.torch.copies import NO_HOOK
-from multiring.torch.counts import is_held_by_graph, version
+from multiring.torch.counts import has_own_memory, is_held_by_graph, version
 from multiring.torch.placement import Parameters
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -27,6 +27,13 @@ class PendingWrite(NamedTuple):
     is_statistic: bool  # which the owner's forward pass writes to in training, unseen by autograd
     version: int
     value: Tensor
+    before: Tensor | None = None  # what the buffer is, where writes to other tensors count as writes to it
+
+    def is_written(self) -> bool:
+        """Whether the program has written to the buffer since."""
+        if version(self.tensor) == self.version:
+            return False
+        return self.before is None or not has_same_bytes(self.tensor, self.before)
 
 
 class BufferWrites:
@@ -65,7 +72,11 @@ class BufferWrites:
         """Write these, and forget those that are pending."""
         held = [is_held_by_graph(entry.tensor) for entry in writes]
         _write([entry for entry, wait in zip(writes, held, strict=True) if not wait])
-        self._pending = [entry for entry, wait in zip(writes, held, strict=True) if wait]
+        self._pending = [
+            entry if has_own_memory(entry.tensor) else entry._replace(before=entry.tensor.detach().clone())
+            for entry, wait in zip(writes, held, strict=True)
+            if wait
+        ]
         if self._pending:
             _wait(self)
         else:
@@ -79,7 +90,7 @@ class BufferWrites:
         """Write what is pending, but to buffers that the program has written to since."""
         pending = self._pending
         self.put([])
-        _write([entry for entry in pending if version(entry.tensor) == entry.version])
+        _write([entry for entry in pending if not entry.is_written()])
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Any module is about to be called."""

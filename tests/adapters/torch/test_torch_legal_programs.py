@@ -90,6 +90,36 @@ def test_buffers_made_in_inference_mode(comm: Communicator) -> None:
     assert model.table.tolist() == [1.0] * 3
 
 
+def test_buffers_that_are_parts_of_one_tensor(comm: Communicator) -> None:
+    """Torch counts a write to each of them as one to all; what a program writes itself stays."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(3))
+            for name, part in zip(("mean", "count", "own"), torch.zeros(3, 3), strict=True):
+                self.register_buffer(name, part)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+                self.own.fill_(comm.rank)
+            return (x * self.weight).sum()
+
+    model = Model()
+    hooks = multiring.torch.register_gradient_hooks(model, comm)
+    for step in range(3):
+        model(torch.full((2, 3), float(comm.rank + step))).backward()
+        hooks.synchronize()
+        model.count.add_(1)
+        model.own.fill_(7)
+    model.state_dict()
+    assert model.count.tolist() == [3.0] * 3
+    assert model.own.tolist() == [7.0] * 3
+    assert model.mean.tolist() == [1.25] * 3  # of rank 0's batches alone
+    hooks.remove()
+
+
 def test_expanded_buffers(comm: Communicator) -> None:
     """They have to be the same on all ranks, since they cannot be written to."""
     for same in (True, False):
