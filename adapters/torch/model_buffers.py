@@ -52,7 +52,7 @@ class ModelBuffers:
         self._find_modules()
         self._works: list[Work] = []
         self._changed = ""
-        self._take_layout([(name, tensor.shape, tensor.dtype) for name, tensor, *_ in self._find()])
+        self._take_layout(self._find())
         forms = [(name, f"{dtype} {tuple(shape)}") for name, shape, dtype in self._forms]
         check_same(comm, forms, "buffers of the model", advice=_ADVICE)
 
@@ -67,11 +67,11 @@ class ModelBuffers:
         if self._seen != _registrations:
             self._find_modules()
         found = self._find()
-        forms = [(name, tensor.shape, tensor.dtype) for name, tensor, *_ in found]
+        forms = [buffer.form for buffer in found]
         self._changed = ""
         if forms != self._forms:
             self._note_changes(forms)
-            self._take_layout(forms)
+            self._take_layout(found)
         if not forms:
             return
         root = int(np.argmax(active))
@@ -169,13 +169,16 @@ class ModelBuffers:
             if before.get(name) != shape
         )
 
-    def _take_layout(self, forms: list[_Form]) -> None:
-        """Allocate memory for the messages: by dtype what is averaged, by None what is broadcast."""
-        self._forms = forms
+    def _take_layout(self, found: list[_Buffer]) -> None:
+        """Allocate memory for the messages: by dtype what is averaged, by None what is broadcast, as are
+        buffers that share memory with one that cannot be averaged."""
+        self._forms = forms = [buffer.form for buffer in found]
         sizes: dict[torch.dtype | None, int] = {}
         ranges = []
-        for _, shape, dtype in forms:
-            key = dtype if self._mode == "average" and is_reducible(dtype) else None
+        whole = {b.storage for b in found if not (self._mode == "average" and is_reducible(b.tensor.dtype))}
+        for buffer in found:
+            _, shape, dtype = buffer.form
+            key = None if buffer.storage in whole else dtype
             start, nbytes = sizes.get(key, 0), shape.numel() * dtype.itemsize
             sizes[key] = start + -(-nbytes // 16) * 16  # so that each lies where its dtype may lie
             ranges.append((key, start, start + nbytes))
@@ -195,6 +198,15 @@ class _Buffer(NamedTuple):
     tensor: Tensor
     owner: torch.nn.Module
     is_statistic: bool
+
+    @property
+    def form(self) -> _Form:
+        return self.name, self.tensor.shape, self.tensor.dtype
+
+    @property
+    def storage(self) -> int:
+        """The address of the memory that the tensor is in, or is a part of."""
+        return self.tensor.untyped_storage().data_ptr()
 
 
 # What normalisation in training writes to, unseen by autograd.

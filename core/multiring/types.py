@@ -26,7 +26,7 @@ BufferMode: TypeAlias = Literal["broadcast", "average", "local"]
 """What happens, after each reduction of gradients, to the buffers of a model: what it holds beside its
 parameters, such as the running statistics of batch normalisation. "broadcast": every rank takes over those of
 the first rank that has data; "average": floating-point buffers are averaged over the ranks that have data,
-others are broadcast; "local": nothing."""
+others are broadcast, and so is what shares memory with them; "local": nothing."""
 
 
 class QueueKeywords(TypedDict, total=False):

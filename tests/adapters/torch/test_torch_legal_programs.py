@@ -120,6 +120,16 @@ def test_buffers_that_are_parts_of_one_tensor(comm: Communicator) -> None:
     hooks.remove()
 
 
+def test_an_averaged_buffer_whose_bits_are_another(comm: Communicator) -> None:
+    """It is broadcast, as the other one is."""
+    model = WithBuffer(torch.full((3,), comm.rank + 1.0))
+    model.register_buffer("bits", model.table.view(torch.int32)[:2])
+    register(model, comm, buffers="average", check_every=1)
+    backward(model, comm.rank)
+    assert model.state_dict()["table"].tolist() == [1.0] * 3
+    assert same_everywhere(comm, bits(model.buffers()))
+
+
 def test_expanded_buffers(comm: Communicator) -> None:
     """They have to be the same on all ranks, since they cannot be written to."""
     for same in (True, False):
