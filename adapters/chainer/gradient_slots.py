@@ -35,9 +35,9 @@ class GradientSlots(GradientSource):
 
     When the backward pass is over, gradients are reduced in the arrays that the program has, on the host or
     on a device. Those that left during it, that are read-only, that were broadcast, or whose memory a slot or
-    another parameter's gradient has too are copied: on the host into their slots, of which `parameter.grad` is a view afterwards; on a
-    device to new arrays, which take its place. What `parameter.grad` is then tells what has been reduced: any
-    other array is new.
+    another parameter's gradient has too are copied: on the host into their slots, of which `parameter.grad`
+    is a view afterwards; on a device to new arrays, which take its place. What `parameter.grad` is then tells
+    what has been reduced: any other array is new.
 
     Gradients may travel in another dtype than they have. They are cast to it where they lie, and back.
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.state.batch_moments import fold_rows
+from multiring.tensorflow.graph.library import number_of
 from multiring.tensorflow.graph.naming import operation_name
 from multiring.tensorflow.ops import allgather, allreduce
 
@@ -57,7 +58,7 @@ def sync_batch_norm(
             f"batch normalisation needs floating-point (batch, ..., channels), not {x.dtype.name} {x.shape}"
         )
     comm = resolve(comm)
-    name = operation_name("batch normalisation") if name is None else name
+    name = operation_name("batch normalisation", number_of(comm)) if name is None else name
     axes = list(range(x.shape.rank - 1))
     work = tf.float64 if x.dtype == tf.float64 else tf.float32
     count, mean, variance = _statistics(tf.cast(tf.stop_gradient(x), work), axes, comm, name)

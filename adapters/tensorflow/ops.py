@@ -247,7 +247,7 @@ def _common(kind: str, name: str | None, comm: Communicator | None, priority: in
     """Attributes that all ops have."""
     number = number_of(resolve(comm))
     return {
-        "tensor_name": operation_name(kind) if name is None else name,
+        "tensor_name": operation_name(kind, number) if name is None else name,
         "communicator": number,
         "priority": priority,
     }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from multiring.derived import resolve
 from multiring.errors import UsageError
+from multiring.tensorflow.graph.library import number_of
 from multiring.tensorflow.graph.naming import operation_name
 from multiring.tensorflow.ops import allgather, allreduce
 from multiring.types import ReduceOpName
@@ -58,7 +59,7 @@ def allreduce_slices(
     comm = resolve(comm)
     if comm.size == 1 and scale == 1.0:
         return slices
-    name = operation_name("allreduce of slices") if name is None else name
+    name = operation_name("allreduce of slices", number_of(comm)) if name is None else name
     indices = tf.cast(slices.indices, tf.int64)
     rows, positions = tf.unique(indices, out_idx=tf.int64)
     values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(rows))

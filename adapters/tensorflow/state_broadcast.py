@@ -59,6 +59,7 @@ def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None
 
 def _broadcast_in_graph(tf: Any, found: Mapping[str, Any], root: int, comm: Communicator) -> None:
     """Add the broadcast to the function that is being traced."""
+    from multiring.tensorflow.graph.library import number_of
     from multiring.tensorflow.graph.naming import operation_name
     from multiring.tensorflow.ops import grouped_allreduce, grouped_broadcast
 
@@ -70,7 +71,7 @@ def _broadcast_in_graph(tf: Any, found: Mapping[str, Any], root: int, comm: Comm
     for name, variable in found.items():
         if not _is_of_tensorflow(variable, tf) or variable.dtype in ("string", tf.string):
             raise UsageError(f"variable '{name}' cannot be broadcast in a tf.function: it holds no numbers")
-    name = operation_name("broadcast_variables")
+    name = operation_name("broadcast_variables", number_of(comm))
     values = [tf.convert_to_tensor(variable) for variable in found.values()]
     labels = [f"{title} {value.dtype.name} {value.shape}" for title, value in zip(found, values, strict=True)]
     # A broadcast compares counts of elements alone; this one compares what the variables are.

@@ -18,7 +18,7 @@ from multiring.state.check import agreed_interval
 
 __all__ = [
     "add_process_set",
-    "at_shutdown",
+    "after",
     "ccl_built",
     "check_every",
     "communicator",
@@ -109,7 +109,7 @@ class _Job:
 
 _job: _Job | None = None
 _zeros: Zeros | None = None
-_at_shutdown: list[Callable[[], object]] = []
+_after: dict[str, list[Callable[[], object]]] = {"init": [], "shutdown": []}
 
 
 def use_zeros(zeros: Zeros) -> None:
@@ -119,9 +119,9 @@ def use_zeros(zeros: Zeros) -> None:
     _zeros = zeros
 
 
-def at_shutdown(call: Callable[[], object]) -> None:
-    """Has `shutdown` call this, too."""
-    _at_shutdown.append(call)
+def after(moment: str, call: Callable[[], object]) -> None:
+    """Has "init" or "shutdown" call this when it is done."""
+    _after[moment].append(call)
 
 
 def communicator() -> Communicator | None:
@@ -174,6 +174,8 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
     if multiring.rank() == 0:
         timeline.start_by_environment()
     _job = job
+    for call in _after["init"]:
+        call()
 
 
 def _part(world: Communicator, ranks: Sequence[int]) -> Communicator:
@@ -192,7 +194,7 @@ def shutdown() -> None:
     if job is not None:
         timeline.stop()
         _leave(job, job.is_ours)
-        for call in _at_shutdown:
+        for call in _after["shutdown"]:
             call()
 
 

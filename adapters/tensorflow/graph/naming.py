@@ -18,14 +18,15 @@ from multiring.tensorflow.graph.threads import in_py_function
 __all__ = ["operation_name"]
 
 # Operations so far in each function, branch or body of a loop that is being traced.
-_counts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+_counts: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], int]] = weakref.WeakKeyDictionary()
 
 
-def operation_name(kind: str) -> str:
+def operation_name(kind: str, group: int) -> str:
     """A name for an operation that was given none.
 
     Args:
         kind: What it does, "allreduce".
+        group: Number of the ranks that take part: what others leave out must not change their names.
     """
     if tf.executing_eagerly():
         thread = threading.current_thread()
@@ -36,8 +37,8 @@ def operation_name(kind: str) -> str:
         return f"{_plain(thread.name)}/{kind}"
     graph = tf.compat.v1.get_default_graph()
     counts = _counts.setdefault(graph, {})
-    counts[kind] = counts.get(kind, 0) + 1
-    return f"{_plain(getattr(graph, 'name', 'graph'))}/{kind} {counts[kind]}"
+    count = counts[kind, group] = counts.get((kind, group), 0) + 1
+    return f"{_plain(getattr(graph, 'name', 'graph'))}/{kind} {count}"
 
 
 def _plain(title: str) -> str:

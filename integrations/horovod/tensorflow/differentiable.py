@@ -17,7 +17,7 @@ from multiring.horovod.request import Source
 from multiring.horovod.submissions import check_differentiable, reduction
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.errors import raised_as_tensorflow
-from multiring.horovod.tensorflow.graph_calls import begin, call, name_in_graph
+from multiring.horovod.tensorflow.graph_calls import begin, call, name_in_graph, number
 from multiring.tensorflow.tensors import to_tensor
 
 __all__ = [
@@ -125,14 +125,12 @@ def allgather_all(
 @as_is
 def broadcast_one(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
     """See `broadcast`."""
-    is_root = process_set.operations().rank == process_set.root(root_rank)
+    process_set.root(root_rank)  # which raises where it is not in the set
 
     def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
         reduced = _allreduce(Asked("allreduce", "average"), gradients, name, process_set)
-        if is_root:
-            return reduced
-        with tf.control_dependencies(reduced):  # or a session would leave the allreduce out
-            return [tf.identity(tf.zeros_like(reduced[0]))]
+        is_root = tf.equal(number("rank", process_set, None), root_rank)
+        return [tf.where(is_root, reduced[0], tf.zeros_like(reduced[0]))]
 
     return _with_gradient(Asked("broadcast", root=root_rank), [tensor], name, process_set, backward)[0]
 
@@ -146,7 +144,7 @@ def alltoall_one(tensor: Tensor, splits: Any, name: str | None, process_set: Pro
         if not counts.dtype.is_integer:
             raise ValueError(f"alltoall: splits of {counts.dtype.name}; expected integers")
         inputs.append(tf.cast(counts, tf.int32))
-    name = name_in_graph("alltoall", name)
+    name = name_in_graph("alltoall", name, process_set)
 
     @tf.custom_gradient
     def exchange(source: Tensor) -> Any:
@@ -179,7 +177,7 @@ def _with_gradient(
     asked: Asked, tensors: Tensors, name: str | None, process_set: ProcessSet, backward: Backward
 ) -> list[Tensor]:
     """The results of a call; `backward` gets their gradients, and a name for operations of its own."""
-    name = name_in_graph(asked.kind, name)
+    name = name_in_graph(asked.kind, name, process_set)
 
     @tf.custom_gradient
     def forward(*inputs: Tensor) -> Any:
@@ -212,7 +210,7 @@ def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
         raise NotImplementedError(
             "prescale_factor and postscale_factor are not supported with tf.IndexedSlices"
         )
-    name = name_in_graph("allreduce of slices", how.name)
+    name = name_in_graph("allreduce of slices", how.name, process_set)
     # By the name that a dense tensor would have: a mismatch, and no wait, where another rank's is dense. Rows
     # and their numbers are one operation, of which no half stays in flight after that.
     asked, parts = Asked("sparse", sources=how.sources), [slices.values, slices.indices]
@@ -225,7 +223,7 @@ def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
     def wait() -> Any:
         rows, indices = gathered()
         if op == Average:
-            rows = rows / tf.cast(process_set.operations().size, rows.dtype)
+            rows = rows / tf.cast(number("size", process_set, None), rows.dtype)
         return tf.IndexedSlices(rows, indices, slices.dense_shape)
 
     return wait
@@ -254,7 +252,7 @@ def _place_of_rows(inputs: Tensors, name: str | None, process_set: ProcessSet) -
     Collective."""
     own = tf.stack([tf.shape(each)[0] for each in inputs])
     rows = call(Asked("allgather"), [own[None]], name and f"{name}.rows", process_set)[0]
-    return tf.reduce_sum(rows[: process_set.operations().rank], 0), own
+    return tf.reduce_sum(rows[: number("rank_in_set", process_set, None)], 0), own
 
 
 def begin_allreduce(tensors: Tensors, how: Reduction) -> Callable[[], list[Tensor]]:
@@ -287,9 +285,9 @@ def _allgather(asked: Asked, tensors: Tensors, name: str | None, process_set: Pr
 
 def _reducescatter(asked: Asked, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:
     def backward(gradients: list[Tensor], name: str | None) -> list[Tensor]:
-        factor = asked.prescale * asked.postscale
+        factor = tf.constant(asked.prescale * asked.postscale, tf.float64)
         if asked.op == op_name(Sum):
-            factor *= process_set.operations().size
+            factor *= tf.cast(number("size", process_set, None), tf.float64)
         gather = Asked("allgather", is_group=asked.is_group)
         gathered = _allgather(gather, gradients, name, process_set)
         return [each * tf.cast(factor, each.dtype) for each in gathered]

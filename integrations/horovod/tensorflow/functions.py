@@ -44,7 +44,7 @@ def broadcast_(
 
 @as_is
 def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_set: ProcessSet) -> list[Any]:
-    name = name_in_graph("broadcast of variables", name)
+    name = name_in_graph("broadcast of variables", name, process_set)
     waits = []
     for k, variable in enumerate(variables):
         sources = (source_of(k, variables, True, "value"),)

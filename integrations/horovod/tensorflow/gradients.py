@@ -16,7 +16,7 @@ from multiring.horovod.request import Source
 from multiring.horovod.tensorflow.compression import Compression, Compressor
 from multiring.horovod.tensorflow.differentiable import Reduction, begin_allreduce
 from multiring.horovod.tensorflow.drift import Numbers, after_check, without_numbers
-from multiring.horovod.tensorflow.graph_calls import name_in_graph
+from multiring.horovod.tensorflow.graph_calls import name_in_graph, note_unreduced, number
 
 __all__ = ["GradientOptions", "LocalVariables", "identity_of", "source_of"]
 
@@ -117,6 +117,7 @@ class GradientOptions:
         process_set = self.process_set
         results = list(gradients)
         if not process_set.included():
+            note_unreduced(process_set)
             return results
         present = [k for k, gradient in enumerate(results) if gradient is not None]
         if self.sparse_as_dense:
@@ -130,15 +131,19 @@ class GradientOptions:
             if self.op != Adasum:  # variables then differ before their changes are combined
                 compared = [variables[k] for k in shared]
                 results = after_check(results, compared, process_set, numbers, owner)
+        else:
+            note_unreduced(process_set)
         for k in present:
             if is_local[k] and self.scale_local and size > 1:
-                results[k] = _divided(results[k], size)
+                results[k] = _divided(results[k], number("size", process_set, None))
         return results
 
     def _reduce_all(self, results: list[Any], shared: Sequence[int], variables: Sequence[Any]) -> None:
         """Reduce gradients in their places. Every variable has an operation, also one without a gradient on
         this rank: a rank that has one sees the difference."""
-        title = name_in_graph("gradients", None) or self.process_set.operations().auto_name()
+        title = (
+            name_in_graph("gradients", None, self.process_set) or self.process_set.operations().auto_name()
+        )
         started = []
         for members in self._grouped(results, shared, variables):
             tensors = [tf.zeros([0]) if results[k] is None else results[k] for k in members]
@@ -212,7 +217,7 @@ def _after(operations: Sequence[Any], gradient: Any) -> Any:
         return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
-def _divided(gradient: Any, size: int) -> Any:
+def _divided(gradient: Any, size: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+        return tf.IndexedSlices(_divided(gradient.values, size), gradient.indices, gradient.dense_shape)
     return gradient / tf.cast(size, gradient.dtype)

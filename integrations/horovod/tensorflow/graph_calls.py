@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +24,9 @@ from multiring.tensorflow.graph.delegated import Delegated, add_to_graph, delega
 from multiring.tensorflow.graph.naming import operation_name
 from multiring.tensorflow.tensors import to_tensor
 
-__all__ = ["begin", "call", "joined", "name_in_graph", "number"]
+__all__ = ["begin", "call", "joined", "name_in_graph", "note_unreduced", "number"]
+
+_log = logging.getLogger("multiring")
 
 Tensor = Any
 
@@ -35,13 +39,14 @@ _NUMBERS: dict[str, Callable[[ProcessSet], int]] = {
     "rank": lambda _: basics.rank(),
     "local_size": lambda _: basics.local_size(),
     "local_rank": lambda _: basics.local_rank(),
+    "rank_in_set": lambda process_set: process_set.operations().rank,
     "included": lambda process_set: int(process_set.included()),
 }
 
 
-def name_in_graph(kind: str, name: str | None) -> str | None:
+def name_in_graph(kind: str, name: str | None, process_set: ProcessSet) -> str | None:
     """The name that an operation gets: its own, or in a graph one of its place there; else None."""
-    return name if name or tf.executing_eagerly() else operation_name(kind)
+    return name if name or tf.executing_eagerly() else operation_name(kind, _owner_of(process_set))
 
 
 def begin(
@@ -76,11 +81,11 @@ def call(asked: Asked, tensors: Sequence[Tensor], name: str | None, process_set:
 
 
 def number(which: str, process_set: ProcessSet, name: str | None) -> Tensor:
-    """A number that is looked up when the graph runs: "size", "rank", "local_size", "local_rank" or
-    "included"."""
+    """A number that is looked up when the graph runs, which may be after another `init` than the one before
+    it was made: "size", "rank", "local_size", "local_rank", "rank_in_set" or "included"."""
     if tf.executing_eagerly():
         return tf.constant(_NUMBERS[which](process_set))
-    return _add([], [tf.int32], process_set, name or operation_name(which), which)[0]
+    return _add([], [tf.int32], process_set, name or operation_name(which, _owner_of(process_set)), which)[0]
 
 
 def joined() -> Tensor:
@@ -88,7 +93,7 @@ def joined() -> Tensor:
     if tf.executing_eagerly():
         with raised_as_tensorflow():
             return tf.constant(join())
-    return _add([], [tf.int32], global_process_set, operation_name("join"), "join")[0]
+    return _add([], [tf.int32], global_process_set, operation_name("join", 0), "join")[0]
 
 
 def _in_graph(asked: Asked, tensors: list[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
@@ -96,7 +101,7 @@ def _in_graph(asked: Asked, tensors: list[Tensor], name: str | None, process_set
     types = [tensor.dtype for tensor in tensors]
     if asked.kind == "alltoall":
         types = [types[0], tf.int32]
-    name = name or operation_name(asked.kind)
+    name = name_in_graph(asked.kind, name, process_set) or asked.kind
     results = _add(tensors, types, process_set, name, asked.text(), same_shapes=keeps)
     for tensor, result in zip(tensors, results, strict=False):
         if keeps:
@@ -135,6 +140,40 @@ def _owner_of(process_set: ProcessSet) -> int:
         owner = new_owner()
         _owners[owner] = process_set
         return owner
+
+
+# Graphs that reduce no gradients, since this rank was alone or outside of the set when they were made.
+_unreduced: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
+
+
+def note_unreduced(process_set: ProcessSet) -> None:
+    """In a graph: it is made without the reductions over these ranks, of which there are none now."""
+    if not tf.executing_eagerly():
+        _watch_init()
+        _unreduced[tf.compat.v1.get_default_graph()] = process_set
+
+
+@made_once
+def _watch_init() -> None:
+    basics.after("init", _tell_of_unreduced)
+
+
+def _tell_of_unreduced() -> None:
+    """Warn of graphs that would now have to reduce gradients."""
+    titles = sorted(
+        {
+            getattr(graph, "name", "a graph")
+            for graph, process_set in list(_unreduced.items())
+            if (process_set.size() or 1) > 1 and process_set.included()
+        }
+    )
+    if titles:
+        _log.warning(
+            "rank %d: %s: made before this hvd.init(), when there was nobody to reduce gradients with, and "
+            "reduces none: make such a tf.function anew after hvd.init()",
+            basics.rank(),
+            ", ".join(titles),
+        )
 
 
 @made_once

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from multiring.arrays import arrived
-from multiring.horovod.basics import at_shutdown
+from multiring.horovod.basics import after
 from multiring.horovod.operations import Start
 from multiring.horovod.process_sets import ProcessSet
 from multiring.horovod.request import Request
@@ -31,7 +31,7 @@ __all__ = [
 Tensor = torch.Tensor
 
 late = LateResults()
-at_shutdown(late.clear)
+after("shutdown", late.clear)
 
 REDUCED = {torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16, torch.bool}

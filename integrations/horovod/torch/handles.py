@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from multiring.horovod.basics import at_shutdown
+from multiring.horovod.basics import after
 from multiring.horovod.exceptions import HorovodInternalError
 from multiring.horovod.started import Started
 
@@ -13,7 +13,7 @@ __all__ = ["forget", "handle_of", "number_of", "poll", "result_of", "synchronize
 
 _numbers = itertools.count()
 _started: dict[int, Started] = {}
-at_shutdown(_started.clear)
+after("shutdown", _started.clear)
 
 
 def handle_of(started: Started) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -243,6 +244,72 @@ def test_functions_outlive_the_job(comm: Communicator) -> None:
     text = "not been initialized"
     refused(tf.errors.InvalidArgumentError, {text: lambda: reduce(tf.constant(1.0))})
     refused(ValueError, {text: lambda: hvd.allreduce(1.0)})
+
+
+@on_ranks(3)
+def test_functions_outlive_a_job_of_another_size(comm: Communicator) -> None:
+    """Sizes and ranks are those of the job in which a function runs."""
+
+    def gradient_of(collective: Callable[[Any], Any]) -> Any:
+        @tf.function
+        def run(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.reduce_sum(collective(x))
+            return tape.gradient(y, x)
+
+        return run
+
+    mean = tf.function(lambda x: hvd.allreduce(tf.IndexedSlices(x, [0], [3, 2])).values)
+    scattered = gradient_of(lambda x: hvd.reducescatter(x, op=hvd.Sum))
+    gathered, sent = gradient_of(hvd.allgather), gradient_of(lambda x: hvd.broadcast(x, 0))
+    for ranks in ([0, 1, 2], [1] if comm.rank == 1 else [0, 2], [0, 1, 2]):
+        hvd.init(comm=ranks)
+        size = len(ranks)
+        np.testing.assert_allclose(mean(tf.ones([1, 2])), np.full((size, 2), 1 / size), rtol=1e-6)
+        np.testing.assert_array_equal(scattered(tf.ones([6])), np.full(6, size))
+        np.testing.assert_array_equal(gathered(tf.ones([1])), [1.0])
+        np.testing.assert_array_equal(sent(tf.ones([1])), [float(hvd.rank() == 0)])
+        hvd.shutdown()
+
+
+@on_ranks(2)
+def test_functions_made_alone_are_told(comm: Communicator) -> None:
+    """They have no reductions in them."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("multiring").addHandler(handler)
+    variable = tf.Variable(1.0)
+
+    @tf.function
+    def lonely() -> Any:
+        with tf.GradientTape() as tape:
+            loss = variable * variable
+        return hvd.DistributedGradientTape(tape).gradient(loss, [variable])
+
+    for ranks in ([comm.rank], [comm.rank], [0, 1]):
+        hvd.init(comm=ranks)
+        if len(ranks) == 1:
+            lonely()
+        hvd.shutdown()
+    logging.getLogger("multiring").removeHandler(handler)
+    assert len(told) == 1
+    assert "lonely: made before this hvd.init()" in told[0]
+
+
+@with_hvd(3)
+def test_operations_of_a_process_set_change_no_names_of_others(comm: Communicator) -> None:
+    pair = hvd.add_process_set([0, 2])
+
+    @tf.function
+    def run(x: Any) -> Any:
+        if pair.included():
+            hvd.allreduce(x, process_set=pair)
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    assert float(run(tf.constant(1.0))) == 3.0
+    hvd.remove_process_set(pair)
 
 
 @with_hvd(3)

@@ -17,6 +17,7 @@ import tensorflow as tf
 import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import AbortedError, UsageError
+from tests.on_ranks import on_ranks
 
 
 def late(x: Any, count: Any) -> Any:
@@ -226,6 +227,19 @@ def test_py_functions_of_a_pipeline_do_not_meet_the_main_thread(comm: Communicat
     mt.allreduce(1.0, name="x", comm=own)
     with pytest.raises(tf.errors.OpError, match="belongs to thread 'MainThread'"):
         next(iter(elements("x")))
+
+
+@on_ranks(3)
+def test_operations_of_some_ranks_change_no_names_of_others(comm: Communicator) -> None:
+    part = comm.split(0 if comm.rank != 1 else None)
+
+    @tf.function
+    def run(x: Any) -> Any:
+        if part is not None:
+            mt.allreduce(x, comm=part)
+        return mt.allreduce(x, comm=comm)
+
+    assert run(tf.constant(1.0)).numpy() == 3.0
 
 
 def test_graphs_of_tensorflow_1(comm: Communicator) -> None:
