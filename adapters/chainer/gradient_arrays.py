@@ -46,9 +46,8 @@ def own_arrays(gradients: Mapping[int, Any]) -> set[int]:
     twice."""
     # The addresses of devices and of the host are different ones.
     extents = sorted((*extent(g), k) for k, g in gradients.items() if g.size)
-    reached: list[
-        tuple[int, int]
-    ] = []  # ends and indexes of those that reach beyond where the next one begins
+    # Ends and indexes of those that end behind where the next one begins.
+    reached: list[tuple[int, int]] = []
     shared = set()
     for begin, end, index in extents:
         reached = [one for one in reached if one[0] > begin]
