@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo:
 	@echo "Installing into $(VENV): the native library is compiled while PyTorch is fetched"
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.demo
-	$(BIN)/multiring train -np 2 --depth 8 --data digits --compare --output-dir runs/demo --overwrite
+	$(BIN)/multiring train -np 2 --depth 8 --data digits --image-size 32 --compare --output-dir runs/demo --overwrite
 
 # The C++ tests need no framework: they and the library are compiled while those are fetched.
 test:

@@ -11,7 +11,7 @@ import torch
 from multiring.derived import derived, resolve
 from multiring.errors import UsageError
 from multiring.state.batch_moments import cannot_synchronise
-from multiring.torch.batch_statistics import Normalise, Statistics, global_statistics
+from multiring.torch.batch_statistics import Normalise, Statistics, global_statistics, of_channels
 from torch.nn.modules.batchnorm import _BatchNorm
 
 if TYPE_CHECKING:
@@ -157,10 +157,10 @@ class SyncBatchNorm(_BatchNorm):
             if factor is None:
                 factor = 1.0 / float(self.num_batches_tracked)
         factor = 0.0 if factor is None else factor
-        dtype = self.running_mean.dtype
         unbiased = statistics.variance * (count / (count - 1))
-        self.running_mean.mul_(1 - factor).add_(statistics.mean.to(dtype), alpha=factor)
-        self.running_var.mul_(1 - factor).add_(unbiased.to(dtype), alpha=factor)
+        for running, values in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):
+            new = of_channels(values, torch.float64, running.device).to(running.dtype)
+            running.mul_(1 - factor).add_(new, alpha=factor)
 
 
 def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator | None = None) -> torch.nn.Module:

@@ -21,6 +21,9 @@ constexpr double kLongestTick = 0.05;
 // A pause instruction takes 10 to 60 ns, depending on the processor; the budget need not be exact.
 constexpr double kSpinsPerMicrosecond = 25.0;
 
+// A sleep is short if it takes so many times as long as a wait spins at most: half of that may be the waking.
+constexpr double kShortSleep = 2.0;
+
 // Collectives cut staging memory into cache lines.
 constexpr std::size_t kMinStagingBytes = 64;
 
@@ -205,17 +208,19 @@ void SharedTransport::wake_receives() { notify(state(rank_).mailboxes); }
 template <class Ready>
 WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const WaitOptions& waiting) {
   if (ready()) return {};
-  // Two ranks that sleep delay each other by the time that waking takes. If they also spun less and less,
-  // that would go on: an allreduce in many segments took twice as long.
   const std::uint32_t spins = waiting.brief && !oversubscribed_ ? spin_.most() : spin_.spins();
-  if (spins > 0) {
-    if (oversubscribed_ ? yield(ready, spins) : spin(ready, spins)) {
-      spin_.was_enough();
-      return {};
-    }
-    spin_.was_not_enough();
+  if (spins > 0 && (oversubscribed_ ? yield(ready, spins) : spin(ready, spins))) {
+    spin_.was_short();
+    return {};
   }
-  return sleep(point, ready, waiting);
+  const Clock::time_point start = Clock::now();
+  const WaitResult result = sleep(point, ready, waiting);
+  const double slept = 1e6 * seconds_between(start, Clock::now());
+  if (slept < kShortSleep * options_.spin_microseconds)
+    spin_.was_short();
+  else
+    spin_.was_long();
+  return result;
 }
 
 template <class Ready>

@@ -22,19 +22,20 @@ struct alignas(128) WaitPoint {
   }
 };
 
-/// How long a wait spins before it sleeps. Doubles when spinning was enough and halves when it was not: short
-/// waits avoid the cost of sleeping and waking, and long ones leave the core to others.
+/// How long a wait spins before it sleeps: as long as it may after a short wait, and half as long as before
+/// after a long one. Short waits avoid the cost of sleeping and waking, and long ones leave the core to
+/// others. A wait that was short although it slept counts as short: ranks that sleep delay one another by the
+/// time that waking takes, and would go on sleeping.
 class SpinBudget {
  public:
   SpinBudget(std::uint32_t least, std::uint32_t most) : least_(least), most_(most), now_(most) {}
   std::uint32_t spins() const { return now_.load(std::memory_order_relaxed); }
   std::uint32_t most() const { return most_; }
   // Relaxed: a heuristic; a lost update only makes the next wait spin differently.
-  void was_enough() { now_.store(grown(), std::memory_order_relaxed); }
-  void was_not_enough() { now_.store(shrunk(), std::memory_order_relaxed); }
+  void was_short() { now_.store(most_, std::memory_order_relaxed); }
+  void was_long() { now_.store(shrunk(), std::memory_order_relaxed); }
 
  private:
-  std::uint32_t grown() const { return spins() >= most_ / 2 ? most_ : spins() * 2; }
   std::uint32_t shrunk() const { return spins() / 2 < least_ ? least_ : spins() / 2; }
 
   std::uint32_t least_;

@@ -10,7 +10,7 @@ from multiring.derived import derived
 from multiring.models.caffe.blob import Shape, decimal
 from multiring.models.caffe.layer import Gradients, Layer, Tensors, register
 from multiring.models.caffe.schema import TEST
-from multiring.torch.batch_statistics import Normalise, global_statistics
+from multiring.torch.batch_statistics import Normalise, global_statistics, of_channels
 
 __all__: list[str] = []
 
@@ -101,7 +101,8 @@ class BatchNorm(Layer):
         count = statistics.samples
         if count:
             unbiased = statistics.variance * (count / (count - 1) if count > 1 else 1.0)
-            self._track(statistics.mean.to(x.dtype), unbiased.to(x.dtype))
+            moments = (of_channels(each, x.dtype, x.device) for each in (statistics.mean, unbiased))
+            self._track(*moments)
         self._leaf = x.detach().requires_grad_(True)
         with torch.enable_grad():
             self._output: torch.Tensor = Normalise.apply(  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@
 
 #include "support/errors.h"
 #include "support/network/tcp_group.h"
+#include "transport/shared/wait_point.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/world/connect_world.h"
 
@@ -204,6 +205,17 @@ TEST_P(TransportTest, PeerThatLeavesInTheMiddleOfAMessage) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, TransportTest, ::testing::ValuesIn(kTransports), kPrinted);
+
+TEST(SpinBudget, LongWaitsTakeItAndOneShortWaitGivesItBack) {
+  SpinBudget budget(25, 1000);
+  EXPECT_EQ(budget.spins(), 1000U);
+  budget.was_long();
+  EXPECT_EQ(budget.spins(), 500U);
+  for (int i = 0; i < 10; ++i) budget.was_long();
+  EXPECT_EQ(budget.spins(), 25U);
+  budget.was_short();
+  EXPECT_EQ(budget.spins(), 1000U);
+}
 
 // The rank that makes the memory fails; the others wait for a descriptor that never comes.
 TEST(ShmAllocate, FailureOfTheRankThatMakesTheMemoryReachesAll) {
