@@ -15,7 +15,7 @@ from multiring.gradients.source import Gradient
 
 __all__ = ["buffer_at", "checksum_of", "extent", "merged", "own_arrays", "reference_to"]
 
-# What NumPy may spend on finding out whether two arrays share an element.
+# The effort that NumPy may spend on finding out whether two arrays share an element.
 _MAX_WORK = 1000
 
 
@@ -42,11 +42,11 @@ def reference_to(array: Any) -> Callable[[], Any]:
 
 
 def own_arrays(gradients: Mapping[int, Any]) -> set[int]:
-    """Indexes of the gradients in writable memory that no other of them shares, and that have no element
-    twice."""
+    """Return the indexes of the gradients that lie in writable memory, have no element twice, and share none
+    with another one."""
     # The addresses of devices and of the host are different ones.
     extents = sorted((*extent(g), k) for k, g in gradients.items() if g.size)
-    # Ends and indexes of those that end behind where the next one begins.
+    # The ends and indexes of arrays that reach beyond the beginning of the next one.
     reached: list[tuple[int, int]] = []
     shared = set()
     for begin, end, index in extents:
@@ -63,7 +63,8 @@ def _is_writable(array: Any) -> bool:
 
 
 def _share(array: Any, other: Any) -> bool:
-    """Whether two arrays whose extents overlap have an element in common: columns of one matrix have none."""
+    """Return whether two arrays whose extents overlap have an element in common, which columns of one matrix
+    have not."""
     if on_device(array):
         return True
     try:
@@ -73,7 +74,7 @@ def _share(array: Any, other: Any) -> bool:
 
 
 def _repeats(array: Any) -> bool:
-    """Whether an array may have several elements in one place, as one that was broadcast."""
+    """Return whether an array may have several elements in one place, as one that was broadcast has."""
     reach = array.itemsize
     for step, length in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
         if step < reach:
@@ -83,7 +84,7 @@ def _repeats(array: Any) -> bool:
 
 
 def extent(array: Any) -> tuple[int, int]:
-    """The addresses where an array begins and ends."""
+    """Return the addresses at which an array begins and ends."""
     first = array.data.ptr if on_device(array) else address_of(array)
     if array.flags.c_contiguous:
         return first, first + array.nbytes
@@ -93,7 +94,7 @@ def extent(array: Any) -> tuple[int, int]:
 
 
 def merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of addresses, those that overlap or follow one another as one; sorted."""
+    """Return ranges of addresses in ascending order, of which those that overlap or touch are made one."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(extents):
         if found and begin <= found[-1][1]:

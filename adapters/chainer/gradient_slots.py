@@ -190,7 +190,7 @@ class GradientSlots(GradientSource):
             pending[index] = gradient
         # A sum in an array that another parameter's gradient is too, in another optimizer, would be added up.
         self._own = own_arrays(pending) if in_place and self.is_repeatable else set()
-        # Before any bucket leaves, and before any slot is written.
+        # All copies out of slots are made before any slot is written and any bucket leaves.
         for index, gradient in pending.items():
             if gradient is not self._views[index] and self._is_in_slots(gradient):
                 pending[index] = gradient.copy()
@@ -316,7 +316,8 @@ class GradientSlots(GradientSource):
         return bool(gradient.flags.c_contiguous and gradient.dtype == self._views[index].dtype)
 
     def _is_in_slots(self, gradient: Any) -> bool:
-        """Whether a gradient shares memory with slots, as where parameters have exchanged their gradients."""
+        """Return whether a gradient shares memory with slots, as it does after parameters have exchanged
+        their gradients."""
         begin, end = extent(gradient)
         return any(begin < stop and start < end for start, stop in self._slots)
 

@@ -1,4 +1,4 @@
-"""The parameters of a link: their names, and what ranks have to agree on of them."""
+"""The parameters of a link by name, and the specifications of them that ranks compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["fill_with_zeros", "identities", "named_parameters", "specifications"
 
 
 def named_parameters(link: chainer.Link) -> dict[str, chainer.Parameter]:
-    """The parameters of a link by path ("block/conv/W"), each once, in ChainerMN's order."""
+    """Return the parameters of a link by path ("block/conv/W"), each once, in ChainerMN's order."""
     found: dict[int, tuple[str, chainer.Parameter]] = {}
     for path, parameter in sorted(link.namedparams(), key=itemgetter(0)):
         found.setdefault(id(parameter), (path.lstrip("/"), parameter))
@@ -25,7 +25,8 @@ def named_parameters(link: chainer.Link) -> dict[str, chainer.Parameter]:
 
 
 def identities(parameters: Mapping[str, chainer.Parameter]) -> list[tuple[str, int, bool]]:
-    """What tells these parameters from others: name, identity, and whether each is initialised."""
+    """Return the name and identity of each parameter, and whether it is initialised: a model in which these
+    are the same has the same parameters."""
     return [(name, id(p), p.is_initialized) for name, p in parameters.items()]
 
 
@@ -39,7 +40,7 @@ def fill_with_zeros(parameters: Mapping[str, chainer.Parameter]) -> None:
 def specifications(
     rank: int, parameters: Mapping[str, chainer.Parameter], dtype: np.dtype[Any] | None = None
 ) -> list[ParameterSpec]:
-    """What the ranks have to agree on for each initialised parameter.
+    """Return the specifications that ranks compare, one for each initialised parameter.
 
     Args:
         rank: For messages.

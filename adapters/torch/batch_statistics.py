@@ -20,13 +20,15 @@ __all__ = ["Normalise", "Statistics", "global_statistics", "of_channels"]
 Array = NDArray[np.float64]
 Tensor = torch.Tensor
 
-_IMAGE = 64  # values of a channel of an image, from which on its own moments are quick to compute
+# An image with at least so many values in a channel has its moments computed by itself.
+_IMAGE = 64
 
 
 class Statistics(NamedTuple):
-    """Of the batches of all ranks: number of samples per channel, mean and biased variance.
+    """The number of samples per channel in the batches of all ranks, their mean and biased variance.
 
-    Values of channels are few, and NumPy takes a fifth of the time that an operation of Torch does.
+    Mean and variance are NumPy arrays of shape (channels,), float64: on so few values an operation of NumPy
+    takes a fifth of the time of one of Torch.
     """
 
     samples: float
@@ -35,7 +37,7 @@ class Statistics(NamedTuple):
 
 
 def global_statistics(x: Tensor, comm: Communicator, label: str) -> Statistics:
-    """Statistics of the batches of all ranks, the same bits on each. Collective."""
+    """Return the statistics of the batches of all ranks, the same bits on each. Collective."""
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     row = moments_row(count, *_moments(x, count))
@@ -43,7 +45,7 @@ def global_statistics(x: Tensor, comm: Communicator, label: str) -> Statistics:
 
 
 def _moments(x: Tensor, count: int) -> tuple[Array, Array]:
-    """Mean and biased variance of each channel of a batch with `count` values for each; float64.
+    """Return mean and biased variance of each channel of a batch with `count` values for each; float64.
 
     Where channels are not the last dimension in memory of a CPU, Torch's own kernels are used: the one of
     group normalisation, which is vectorised, for images, else the one that adds up in double precision, and
@@ -53,7 +55,7 @@ def _moments(x: Tensor, count: int) -> tuple[Array, Array]:
     if count == 0:
         return np.zeros(x.shape[1]), np.zeros(x.shape[1])
     x = x.to(_working_dtype(x))
-    if _has_exact_kernels(x):
+    if _has_kernels(x):
         if count >= _IMAGE * len(x):
             return _moments_of_images(x)
         found = torch.batch_norm_update_stats(x, None, None, 0.0)
@@ -69,7 +71,11 @@ def _moments(x: Tensor, count: int) -> tuple[Array, Array]:
 
 
 def _moments_of_images(x: Tensor) -> tuple[Array, Array]:
-    """From the moments of each channel of each image; these are put together as those of ranks are."""
+    """Return the moments of each channel, combined from those of its images as the moments of ranks are.
+
+    Those of an image are as exact as the dtype of `x` is: where a mean is 1,000 standard deviations, the
+    variance of a float32 batch has a relative error of 3e-6.
+    """
     images, channels = x.shape[:2]
     values = x.numel() // (images * channels)
     found = torch.native_group_norm(x, None, None, images, channels, values, channels, 0.0)
@@ -116,7 +122,7 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, x: Tensor, weight: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, ...]:
         dtype = _working_dtype(x)
-        has_kernels = _has_exact_kernels(x) and x.numel() > 0
+        has_kernels = _has_kernels(x) and x.numel() > 0
         kind = _PassBackOnCpu if has_kernels else _PassBack
         pass_back = kind(x.to(dtype), gradient.to(dtype), ctx.statistics, ctx.moments, ctx.eps)
         sums, *own = pass_back.sums()
@@ -172,7 +178,8 @@ class _PassBack:
 
 
 class _PassBackOnCpu(_PassBack):
-    """By torch's own kernels for a CPU, which read and write less, and NumPy for values of channels."""
+    """The same by Torch's own kernels for a CPU, which read and write less, and by NumPy for values of
+    channels."""
 
     def sums(self) -> tuple[Any, Tensor, Tensor]:
         scale = self._of_channels(self._scale)
@@ -183,7 +190,7 @@ class _PassBackOnCpu(_PassBack):
         return np.array([gradients.numpy(), products.numpy()], np.float64), gradients, products
 
     def combined(self, means: Any, weight: Tensor | None) -> Tensor:
-        # A copy: a tensor whose memory NumPy has seen cannot be resized any more.
+        # The weight is copied, since a tensor whose memory NumPy has seen cannot be resized any more.
         factor = self._scale
         if weight is not None:
             factor = factor * weight.to(torch.float64, copy=True).numpy()
@@ -227,8 +234,8 @@ def _normalised(
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, True)
 
 
-def _has_exact_kernels(x: Tensor) -> bool:
-    """Whether torch's kernels add up the values of a channel in double precision."""
+def _has_kernels(x: Tensor) -> bool:
+    """Return whether Torch's kernels for a CPU apply: a channel of an image lies in one piece of memory."""
     return x.device.type == "cpu" and x.is_contiguous()
 
 

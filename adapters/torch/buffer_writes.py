@@ -27,10 +27,10 @@ class PendingWrite(NamedTuple):
     is_statistic: bool  # which the owner's forward pass writes to in training, unseen by autograd
     version: int
     value: Tensor
-    before: Tensor | None = None  # what the buffer is, where writes to other tensors count as writes to it
+    before: Tensor | None = None  # a copy of a buffer whose count of writes is that of other tensors, too
 
     def is_written(self) -> bool:
-        """Whether the program has written to the buffer since."""
+        """Return whether the program has written to the buffer since."""
         if version(self.tensor) == self.version:
             return False
         return self.before is None or not has_same_bytes(self.tensor, self.before)

@@ -120,7 +120,7 @@ def use_zeros(zeros: Zeros) -> None:
 
 
 def after(moment: str, call: Callable[[], object]) -> None:
-    """Has "init" or "shutdown" call this when it is done."""
+    """Have `init` or `shutdown` call a function when it is done. `moment`: "init" or "shutdown"."""
     _after[moment].append(call)
 
 

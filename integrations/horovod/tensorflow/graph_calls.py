@@ -45,7 +45,7 @@ _NUMBERS: dict[str, Callable[[ProcessSet], int]] = {
 
 
 def name_in_graph(kind: str, name: str | None, process_set: ProcessSet) -> str | None:
-    """The name that an operation gets: its own, or in a graph one of its place there; else None."""
+    """Return the name that an operation gets: its own, or in a graph one of its place there; else None."""
     return name if name or tf.executing_eagerly() else operation_name(kind, _owner_of(process_set))
 
 
@@ -147,7 +147,8 @@ _unreduced: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictiona
 
 
 def note_unreduced(process_set: ProcessSet) -> None:
-    """In a graph: it is made without the reductions over these ranks, of which there are none now."""
+    """Note that the graph that is being made, if one is, has no reductions over these ranks: there is nobody
+    to reduce with now."""
     if not tf.executing_eagerly():
         _watch_init()
         _unreduced[tf.compat.v1.get_default_graph()] = process_set

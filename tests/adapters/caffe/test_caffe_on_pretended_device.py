@@ -79,7 +79,7 @@ def test_bits_of_the_cpu(comm: Communicator, tmp_path: Path, options: dict[str, 
     path.write_text(SOLVER + f'snapshot_prefix: "{directory}/shot"')
     options = {"over_ranks": False, **options}
     # Torch's kernels for a CPU round otherwise than the operations that devices have.
-    with mock.patch.object(batch_statistics, "_has_exact_kernels", return_value=False):
+    with mock.patch.object(batch_statistics, "_has_kernels", return_value=False):
         expected = _train(comm, path, "cpu", **options)
         with pretended_device() as device:
             found = _train(comm, path, device, **options)
