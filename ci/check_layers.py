@@ -41,7 +41,7 @@ INCLUDES = {
     "engine": ("base/", "device/", "topology/", "transport/transport.h", "collective/", "engine/"),
     # These two choose the transport, so they see all of them.
     "capi": ("base/", "device/", "topology/", "transport/", "collective/", "engine/", "capi/", "multiring.h"),
-    # capi/queue.h: Python hands named queues on to native code.
+    # capi/: Python hands named queues and communicators on to native code.
     "binding": (
         "base/",
         "device/",
@@ -50,6 +50,7 @@ INCLUDES = {
         "collective/",
         "engine/",
         "binding/",
+        "capi/communicator.h",
         "capi/queue.h",
     ),
 }
@@ -62,6 +63,7 @@ FRAMEWORKS = set().union(*OWN_FRAMEWORK.values()) - {"numpy"}
 # What sits around training: each folder of integrations/, and what it alone imports.
 INTEGRATIONS = {
     "horovod": {"torch", "tensorflow", "keras", "tf_keras"},
+    "jax_collectives": {"jax", "jaxlib"},
     "ray": {"ray"},
     "torch_distributed": {"torch", "torchft"},
     "torchrun": {"torch"},

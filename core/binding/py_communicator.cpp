@@ -2,6 +2,7 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
@@ -21,6 +22,7 @@
 #include "binding/program_call.h"
 #include "binding/py_operation.h"
 #include "binding/work.h"
+#include "capi/communicator.h"
 #include "engine/communicator.h"
 #include "engine/communicator_list.h"
 
@@ -89,6 +91,23 @@ void wait(const PyWork& self, double timeout) {
   if (const auto communicator = self.communicator.lock())
     return communicator->wait(*self.work, deadline, check_signals());
   self.work->wait(deadline, check_signals());
+}
+
+/// Runs Python's signal handlers from a wait of native code, which cannot raise what they raise. Ctrl-C ends
+/// the wait, and is raised in the main thread when native code has returned. Handlers run in the main thread
+/// alone; other threads must not ask for the GIL, whose holder may wait for them while the process ends.
+void interrupt_native_call() {
+  if (::getpid() != ::gettid()) return;
+  const GilAcquire gil;
+  if (PyErr_CheckSignals() == 0) return;
+  const py::error_already_set raised;
+  if (raised.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+  throw Error(ErrorKind::kAborted, std::string("a signal handler has raised ") + raised.what());
+}
+
+std::uintptr_t native_address(const std::shared_ptr<Communicator>& self) {
+  // Never freed: native code uses the address until the process ends.
+  return reinterpret_cast<std::uintptr_t>(new mr_communicator{self, &interrupt_native_call});
 }
 
 /// Bytes of an array; a usage error where they cannot be counted.
@@ -285,6 +304,8 @@ void bind_communicator(py::module_& module) {
             return found ? exception_of(*found) : py::none();
           },
           "An error that names a rank which has died or left, as far as is known; None: there is none.")
+      .def("native_address", &native_address,
+           "The mr_communicator* of the C ABI, valid until the process ends. Each call makes another one.")
       .def("abort", &Communicator::abort, py::arg("message"), Released())
       .def(
           "abandon",

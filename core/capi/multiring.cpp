@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <exception>
 #include <memory>
 #include <new>
 #include <string>
@@ -13,6 +12,7 @@
 #include "base/hash/checksum.h"
 #include "base/text.h"
 #include "capi/convert.h"
+#include "capi/guarded.h"
 #include "capi/queue.h"
 #include "collective/kinds.h"
 #include "device/devices.h"
@@ -36,23 +36,14 @@ mr_error reported(mr_queue& queue, const Error& failure) {
   return error;
 }
 
-/// No exception leaves the C ABI.
+/// Runs `body`, and describes its error as the queue keeps it.
 template <class Body>
 mr_status guarded(mr_queue* queue, mr_error* error, const Body& body) {
-  const auto report = [&](const Error& failure) {
-    if (error != nullptr) *error = reported(*queue, failure);
-    return static_cast<mr_status>(failure.kind());
-  };
-  try {
-    body();
-    return MR_OK;
-  } catch (const Error& failure) {
-    return report(failure);
-  } catch (const std::exception& failure) {
-    return report(Error(ErrorKind::kInternal, failure.what()));
-  } catch (...) {
-    return report(Error(ErrorKind::kInternal, "unknown error"));
-  }
+  return guarded_by(
+      [&](const Error& failure) {
+        if (error != nullptr) *error = reported(*queue, failure);
+      },
+      body);
 }
 
 /// Calls a C callback as the queue calls its own.

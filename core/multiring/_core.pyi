@@ -695,6 +695,10 @@ class Communicator:
         """
         An error that names a rank which has died or left, as far as is known; None: there is none.
         """
+    def native_address(self) -> int:
+        """
+        The mr_communicator* of the C ABI, valid until the process ends. Each call makes another one.
+        """
     def plain_allreduce(self) -> typing.Any:
         """
         A quicker allreduce for C-ordered arrays of NumPy and DLPack's exchange API, as a function:

@@ -6,33 +6,28 @@ secret by which they know each other's connections is left there too: who can re
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 from torch.distributed import distributed_c10d
 
-from multiring import config, errors
+from multiring import config
 from multiring.communicator import Communicator
-from multiring.console.start_line import say_start
 from multiring.console.traceback_hook import install_hook
 from multiring.errors import MultiringError, PeerLostError, UsageError
+from multiring.framework_store import agree_on_secret, begin_job
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
-from multiring.rendezvous.joined import tell_end, tell_launcher
 from multiring.rendezvous.offered_store import Party, meet
 from multiring.settings import Settings
 from multiring.store import Interrupt, Store
 from multiring.store.base import check_key, check_value, no_such_key
-from multiring.tuning.costs import learn_costs
 
 __all__ = ["GroupStore", "TorchStore", "connect_group"]
 
 # A look at torch's store costs its host little, but thousands of ranks may look.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
-_OWN_SECRET = b"own"
 _ONE_GROUP_A_CALL = (
     "all ranks have to call new_group() with the same ranks, in the same order; pass "
     "use_local_synchronization=True to make groups of different ranks in one place"
@@ -128,20 +123,15 @@ def connect_group(given: Any) -> Communicator:
     watch = None if is_world else _member_watch(given)
     store, prefix = _meet(given, settings, watch)
     try:
-        secret = _agree_on_secret(store, prefix, rank, settings)
+        secret = agree_on_secret(store, f"{prefix}secret", rank, settings)
         members = GroupStore(given.store, prefix, watch)
         core = connect_members(members, rank, size, settings, job=f"torch {given.group_id}", secret=secret)
     except MultiringError as error:
         error.args = (f"process group {given.group_id!r}: {error}",)
         raise
     joined = Communicator(core)
-    if is_world and rank == 0:
-        tell_launcher(settings)
     if is_world:
-        install_hook(settings.traceback, partial(tell_end, settings))  # before torch's, which calls it
-        learn_costs(joined, settings)
-    if is_world and rank == 0:
-        say_start(joined, settings, by_mpi=False)
+        begin_job(joined, settings)
     return joined
 
 
@@ -189,21 +179,3 @@ def _opener(store: TorchStore, watch: Interrupt | None) -> Callable[[float], Sto
         return opened[0]
 
     return reopen
-
-
-def _agree_on_secret(store: Store, prefix: str, rank: int, settings: Settings) -> bytes:
-    """Rank 0 makes one, unless the user has given one to all ranks."""
-    key = f"{prefix}secret"
-    if rank == 0:
-        made = settings.secret or secrets.token_bytes(32)
-        store.set(key, _OWN_SECRET if settings.secret else made.hex().encode())
-        return made
-    try:
-        found = store.get(key, settings.timeout)
-    except errors.TimeoutError as error:
-        raise errors.TimeoutError(f"rank {rank} waits for rank 0: {error}", rank=rank, peer=0) from error
-    if found != _OWN_SECRET:
-        return bytes.fromhex(found.decode())
-    if settings.secret is None:
-        raise UsageError("rank 0 has a MULTIRING_SECRET and this rank has none: set it on all ranks")
-    return settings.secret

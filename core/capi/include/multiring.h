@@ -1,9 +1,11 @@
-/* The C ABI of multiring: how native code of the adapters submits operations to a rank's named queue. Queues
- * are made, closed and handed over by address in Python (multiring.NamedQueue).
+/* The C ABI of multiring: how native code of the adapters submits operations to a rank's named queue, or runs
+ * them on a communicator. Both are made, closed and handed over by address in Python (multiring.NamedQueue,
+ * multiring.Communicator).
  *
- * No function waits for another rank, and all may be called from any thread. Functions return MR_OK or an
- * error's kind, and describe the error in *error if that is not NULL. Initialise structs with the macros:
- * they record the size that the caller was compiled with, and a library of another version refuses it.
+ * Functions of a queue wait for no other rank, functions of a communicator do; all may be called from any
+ * thread. Functions return MR_OK or an error's kind, and describe the error in *error if that is not NULL.
+ * Initialise structs with the macros: they record the size that the caller was compiled with, and a library
+ * of another version refuses it.
  */
 #ifndef MULTIRING_H
 #define MULTIRING_H
@@ -92,6 +94,7 @@ typedef struct mr_error {
 
 typedef struct mr_work mr_work;
 typedef struct mr_queue mr_queue;
+typedef struct mr_communicator mr_communicator;
 
 /* One operation. Arrays are C-contiguous. `shape` is that of the input; axis 0 is split or joined as in the
  * Python functions of the same names.
@@ -175,6 +178,20 @@ MR_API void mr_queue_abort(mr_queue* queue, const char* message);
 /* Keeps an error that the caller has found, or to whose message it adds `more` (NULL: nothing), as the queue
  * keeps its own: sets the number, and the rank and the host where they are not known. */
 MR_API void mr_queue_keep(mr_queue* queue, mr_error* error, const char* more);
+
+MR_API int mr_communicator_rank(const mr_communicator* communicator);
+MR_API int mr_communicator_size(const mr_communicator* communicator);
+/* Runs a collective in this thread and returns when it is done here. The result is dropped where `output` is
+ * NULL. All ranks run the collectives of a communicator in the same order. */
+MR_API mr_status mr_communicator_run(mr_communicator* communicator, const mr_operation* operation,
+                                     mr_error* error);
+/* Sends bytes to a rank as one message with a tag, and receives such a message of as many bytes. Messages
+ * from one rank to another arrive in the order in which they were sent. mr_communicator_send may return
+ * before the message is received. */
+MR_API mr_status mr_communicator_send(mr_communicator* communicator, int peer, int64_t tag, const void* data,
+                                      size_t bytes, mr_error* error);
+MR_API mr_status mr_communicator_receive(mr_communicator* communicator, int peer, int64_t tag, void* data,
+                                         size_t bytes, mr_error* error);
 
 /* Gives a stream, as in mr_operation, a copy on its device, and returns. If the device has failed, the queue
  * breaks on all ranks. */

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from multiring import config, machine
 from multiring.commands import device_libraries
 from multiring.commands.frameworks import FRAMEWORKS
+from multiring.commands.launcher.foreign_variables import jax_variables
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
 
@@ -36,10 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print all settings, not only those that are set in the environment",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, with all settings")
+    parser.add_argument(
+        "--jax",
+        action="store_true",
+        help="print the variables by which JAX's own collectives go over multiring, for a shell's eval "
+        "(docs/jax-sharding.md)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints what `collect` finds."""
+    """Prints what `collect` finds, or the variables for JAX."""
+    if args.jax:
+        for name, value in jax_variables().items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
     found = collect(os.environ)
     print(json.dumps(found, indent=2) if args.json else _as_text(found, args.all))
     return 0

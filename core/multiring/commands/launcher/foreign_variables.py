@@ -1,11 +1,16 @@
-"""Variables by which scripts for other libraries know their place: those of Horovod, where a script imports
-it, and those that torchrun sets, with which `torch.distributed`, Lightning and Accelerate start."""
+"""Variables for scripts that were written for other libraries.
+
+Horovod's, for scripts that import it; those that torchrun sets, with which `torch.distributed`, Lightning and
+Accelerate start; and those by which JAX takes its collectives from multiring.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import random
+import re
 import socket
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -14,7 +19,7 @@ from pathlib import Path
 from multiring.commands.launcher.hosts import RankSlot
 from multiring.errors import UsageError
 
-__all__ = ["horovod_environment", "horovod_variables", "torch_meeting", "torch_variables"]
+__all__ = ["horovod_environment", "horovod_variables", "jax_variables", "torch_meeting", "torch_variables"]
 
 # Horovod's own variable for what brings the ranks together; by this value they know that it is us.
 _CONTROLLER, _OURS = "HOROVOD_CONTROLLER", "multiring"
@@ -22,6 +27,8 @@ _HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 # Rank 0 of torch.distributed serves a store at a port that is known beforehand; systems give none of these to
 # programs that ask for any.
 _PORTS = range(16384, 32768)
+# Older ones have other names for what is needed of them.
+_FIRST_JAXLIB = (0, 9)
 _PLACES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
@@ -63,6 +70,27 @@ def horovod_variables(environ: Mapping[str, str], host: str = "") -> dict[str, s
         return {}
     variables = {f"HOROVOD_{name}": environ[f"MULTIRING_{name}"] for name in _PLACES}
     return {**variables, "HOROVOD_HOSTNAME": host or socket.gethostname()}
+
+
+def jax_variables() -> dict[str, str]:
+    """Return the variables with which JAX takes the collectives of its CPU client from multiring.
+
+    Raises:
+        UsageError: jaxlib is too old for that, or this multiring is not installed whole.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("jaxlib")
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < _FIRST_JAXLIB:
+            raise UsageError(
+                f"jaxlib {version} cannot take its collectives from multiring: install jax 0.9 or newer, or "
+                "use multiring.jax (docs/jax.md)"
+            )
+    from multiring import _core
+
+    library = Path(_core.__file__).parent / "jax_collectives" / "libmultiring_mpi.so"
+    if not library.is_file():
+        raise UsageError(f"{library} is missing; is this multiring installed whole?")
+    return {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi", "MPITRAMPOLINE_LIB": str(library)}
 
 
 def torch_variables(rank: int, size: int, slot: RankSlot) -> dict[str, str]:

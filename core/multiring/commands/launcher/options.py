@@ -12,7 +12,7 @@ from typing import Any
 from multiring.commands.argument_types import number_of, wall_seconds
 from multiring.commands.launcher.engine_job import run_by_engine
 from multiring.commands.launcher.engines import CHOICES, Engine, choose
-from multiring.commands.launcher.foreign_variables import horovod_environment
+from multiring.commands.launcher.foreign_variables import horovod_environment, jax_variables
 from multiring.commands.launcher.hosts import (
     HostSlots,
     RankSlot,
@@ -99,6 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="`import horovod.torch` gives multiring.horovod.torch, and HOROVOD_RANK and others are set "
         "(docs/horovod.md)",
+    )
+    parser.add_argument(
+        "--jax",
+        action="store_true",
+        help="JAX's own collectives on CPUs (shardings, shard_map) go over multiring, and "
+        "jax.distributed.initialize() needs no arguments (docs/jax-sharding.md)",
     )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module ...", help="run a Python module"
@@ -205,7 +211,7 @@ def main(args: argparse.Namespace) -> int:
     if not (module or program):
         raise UsageError("name the program that the ranks run, as in: multiring run -np 2 train.py")
     assigned, engine = _places(args)
-    given = {**dict(args.env), **_variables(args)}
+    given = {**(jax_variables() if args.jax else {}), **dict(args.env), **_variables(args)}
     options = JobOptions(
         ranks=len(assigned),
         program=program,
