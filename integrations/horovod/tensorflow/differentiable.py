@@ -215,8 +215,7 @@ def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
     # and their numbers are one operation, of which no half stays in flight after that.
     asked, parts = Asked("sparse", sources=how.sources), [slices.values, slices.indices]
     if _is_recorded():
-        found = _gather_rows(asked, parts, name, process_set)
-        gathered: Callable[[], list[Tensor]] = lambda: found  # noqa: E731
+        gathered = _given(_gather_rows(asked, parts, name, process_set))
     else:
         gathered = begin(asked, parts, name, process_set)
 
@@ -227,6 +226,10 @@ def _allreduce_slices(slices: Any, how: Reduction) -> Callable[[], Any]:
         return tf.IndexedSlices(rows, indices, slices.dense_shape)
 
     return wait
+
+
+def _given(found: list[Tensor]) -> Callable[[], list[Tensor]]:
+    return lambda: found
 
 
 def _is_recorded() -> bool:
