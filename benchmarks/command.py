@@ -67,6 +67,9 @@ BENCHMARKS = {
         "small allreduces by name, through Horovod's API and below it",
         "bench,torch",
     ),
+    "sharding": _Entry(
+        "multiring.benchmarks.sharding", "JAX programs that shard, beside JAX's own collectives", "bench,jax"
+    ),
     "gradients": _Entry(
         "multiring.benchmarks.gradients.benchmark", "training steps with averaged gradients", "bench"
     ),

@@ -111,6 +111,17 @@ def test_small_allreduces_by_name() -> None:
     assert all(row["sample"]["median"] > 0 and row["name"] in done.stdout for row in rows)
 
 
+@pytest.mark.full
+def test_programs_of_jax_that_shard() -> None:
+    words = ["-np", "2", "--turns", "2", "--sizes", "4,64KiB", "--plot", "DIR/r.png"]
+    done, files = measured(*words, benchmark="sharding")
+    rows = json.loads(files["r.json"])["rows"]
+    names = [name for name in ("psum", "all_gather", "psum_scatter") for _ in range(2)]
+    assert [row["operation"] for row in rows] == [*names, "train"]
+    assert all(row[way]["median"] > 0 for row in rows for way in ("gloo", "multiring", "alone"))
+    assert "Gloo / multiring" in done.stdout
+
+
 def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
     words = ["-np", "2", "--sizes", "4,64KiB", "--peers", "gloo", "--seconds", "0.02", "--plot", "DIR/r.png"]
     done, files = measured(*words)
