@@ -286,6 +286,11 @@ def test_ranks_that_are_started_by_hand(tmp_path: Path) -> None:
         assert "sum 6" in second.finish(90).stdout
 
 
+def test_a_program_that_does_not_join_is_told_what_to_call() -> None:
+    ran = run_job(2, "import jax\nprint(jax.process_count())", launcher_args=["--jax"], timeout=60, code=0)
+    assert "none of the 2 ranks called jax.distributed.initialize()" in ran.stderr
+
+
 def test_two_devices_a_process_are_refused() -> None:
     script = BEGIN.replace("and len(jax.local_devices()) == 1", "or True") + (
         """

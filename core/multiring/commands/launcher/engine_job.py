@@ -103,7 +103,7 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
         explained = EXPLAINED_KEY in server
         code = _judge(options, engine, supervisor, process, ends, time.monotonic() - began, explained)
         if code == 0 and JOINED_KEY not in server:
-            say(none_joined(engine.ranks))
+            say(none_joined(engine.ranks, options.environment))
         return code
 
 

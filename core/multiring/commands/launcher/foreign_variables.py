@@ -19,7 +19,14 @@ from pathlib import Path
 from multiring.commands.launcher.hosts import RankSlot
 from multiring.errors import UsageError
 
-__all__ = ["horovod_environment", "horovod_variables", "jax_variables", "torch_meeting", "torch_variables"]
+__all__ = [
+    "MPI_LIBRARY",
+    "horovod_environment",
+    "horovod_variables",
+    "jax_variables",
+    "torch_meeting",
+    "torch_variables",
+]
 
 # Horovod's own variable for what brings the ranks together; by this value they know that it is us.
 _CONTROLLER, _OURS = "HOROVOD_CONTROLLER", "multiring"
@@ -29,6 +36,8 @@ _HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 _PORTS = range(16384, 32768)
 # Older ones have other names for what is needed of them.
 _FIRST_JAXLIB = (0, 9)
+# Names the library that jaxlib loads as an MPI.
+MPI_LIBRARY = "MPITRAMPOLINE_LIB"
 _PLACES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
@@ -90,7 +99,7 @@ def jax_variables() -> dict[str, str]:
     library = Path(_core.__file__).parent / "jax_collectives" / "libmultiring_mpi.so"
     if not library.is_file():
         raise UsageError(f"{library} is missing; is this multiring installed whole?")
-    return {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi", "MPITRAMPOLINE_LIB": str(library)}
+    return {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi", MPI_LIBRARY: str(library)}
 
 
 def torch_variables(rank: int, size: int, slot: RankSlot) -> dict[str, str]:

@@ -11,7 +11,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from multiring.commands.launcher.console.tracebacks import (
 )
 from multiring.commands.launcher.descriptors import enough_descriptors
 from multiring.commands.launcher.directory import Guard, job_directory
-from multiring.commands.launcher.foreign_variables import torch_meeting
+from multiring.commands.launcher.foreign_variables import MPI_LIBRARY, torch_meeting
 from multiring.commands.launcher.hosts import address_towards
 from multiring.commands.launcher.process import RankProcess, signal_name
 from multiring.commands.launcher.rank_starter import (
@@ -345,7 +345,7 @@ class _Job:
         if supervisor.outcome is Outcome.UNREAD:
             return JobEnd(128 + signal.SIGPIPE, lines)
         if not self._joined:
-            lines += none_joined(self._options.ranks)
+            lines += none_joined(self._options.ranks, self._options.environment)
         return JobEnd(0, lines)
 
 
@@ -359,11 +359,17 @@ def _open_missing_standard_descriptors() -> None:
         os.set_inheritable(descriptor, True)
 
 
-def none_joined(ranks: int) -> list[str]:
-    """What to say of a job that has ended well although no rank has joined it: each has trained alone."""
+def none_joined(ranks: int, environment: Mapping[str, str]) -> list[str]:
+    """Return what to say of a job that has ended well although no rank has joined it: each has trained alone.
+
+    Args:
+        ranks: Number of ranks.
+        environment: Variables that the launcher has set for them.
+    """
     if ranks == 1:
         return []
-    what = f"none of the {ranks} ranks called multiring.init() or made a process group of multiring"
+    call = "jax.distributed.initialize()" if MPI_LIBRARY in environment else "multiring.init()"
+    what = f"none of the {ranks} ranks called {call} or made a process group of multiring"
     why = "unless another library joined them, each ran on its own, and nothing was reduced over ranks"
     advice = "Call it in the program, or start a program that is not distributed without `multiring run`"
     return [f"{what}: {why}. {advice}"]
