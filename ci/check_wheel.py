@@ -20,7 +20,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_BYTES = 5 * 1024 * 1024
-LIBRARIES = {"libmultiring", "_core", "libmultiring_tensorflow", "libmultiring_jax"}
+LIBRARIES = {
+    "libmultiring",
+    "_core",
+    "libmultiring_tensorflow",
+    "libmultiring_jax",
+    "libmultiring_jax_collectives",
+    "libmultiring_mpi",
+}
 ALLOWED_LIBRARIES = {
     "libmultiring.so",
     "libstdc++.so.6",
