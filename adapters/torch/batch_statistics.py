@@ -178,7 +178,7 @@ class _PassBack:
 
 
 class _PassBackOnCpu(_PassBack):
-    """The same by Torch's own kernels for a CPU, which read and write less, and by NumPy for values of
+    """The backward pass on a CPU: Torch's own kernels, which read and write less, and NumPy for values of
     channels."""
 
     def sums(self) -> tuple[Any, Tensor, Tensor]:

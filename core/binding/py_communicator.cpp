@@ -101,8 +101,10 @@ void interrupt_native_call() {
   const GilAcquire gil;
   if (PyErr_CheckSignals() == 0) return;
   const py::error_already_set raised;
-  if (raised.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
-  throw Error(ErrorKind::kAborted, std::string("a signal handler has raised ") + raised.what());
+  if (!raised.matches(PyExc_KeyboardInterrupt))
+    throw Error(ErrorKind::kAborted, std::string("a signal handler has raised ") + raised.what());
+  PyErr_SetInterrupt();
+  throw Error(ErrorKind::kAborted, "interrupted (Ctrl-C)");
 }
 
 std::uintptr_t native_address(const std::shared_ptr<Communicator>& self) {

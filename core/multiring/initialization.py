@@ -28,6 +28,7 @@ __all__ = [
     "adopt",
     "at_shutdown",
     "before_shutdown",
+    "begin_job",
     "cross_rank",
     "cross_size",
     "init",
@@ -115,16 +116,27 @@ def _join(comm: Any, settings: Settings) -> Communicator:
     connected = connect(comm, settings, _generation, _held)
     joined = Communicator(connected.core)
     try:
-        learn_costs(joined, settings)
-        if joined.rank == 0:
-            tell_launcher(settings)
-            say_start(joined, settings, by_mpi=connected.by_mpi)
+        begin_job(joined, settings, by_mpi=connected.by_mpi)
         joined.barrier()  # what the ranks write comes after what rank 0 has said of the start
     except BaseException:
         joined.close()
         _held.close()
         raise
     return joined
+
+
+def begin_job(world: Communicator, settings: Settings, *, by_mpi: bool = False) -> None:
+    """Tell the launcher that the ranks have joined, and the user by the line about the start. Collective.
+
+    Args:
+        world: All ranks of the job, from `connect` or as a framework has brought them together.
+        settings: Of this process.
+        by_mpi: Whether MPI carries what goes between hosts.
+    """
+    learn_costs(world, settings)
+    if world.rank == 0:
+        tell_launcher(settings)
+        say_start(world, settings, by_mpi=by_mpi)
 
 
 def _is_same(comm: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where ranks meet: the key-value store of JAX's own coordinator (`jax.distributed.initialize`)."""
+"""The key-value store of JAX's coordinator (`jax.distributed.initialize`), at which processes meet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_SECONDS = 0.1
 
 
 class CoordinatorClient(Protocol):
-    """What is needed of JAX's client of its coordinator; all errors of it are RuntimeErrors."""
+    """The methods of JAX's client of its coordinator that are used here. They raise RuntimeError."""
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What happens when JAX makes its CPU client: the ranks meet, and the native library learns who they are."""
+"""The start of JAX's collectives: the processes connect when JAX makes its CPU client."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 from jax._src import distributed
@@ -15,13 +16,14 @@ from multiring.communicator import Communicator
 from multiring.console.traceback_hook import install_hook
 from multiring.error_text import text_of
 from multiring.errors import MultiringError, UsageError
-from multiring.framework_store import agree_on_secret, begin_job
-from multiring.initialization import adopt
+from multiring.initialization import adopt, begin_job
 from multiring.jax_collectives import library
 from multiring.jax_collectives.coordinator import CoordinatorStore
 from multiring.jax_collectives.rehearsal import Rehearsals
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
+from multiring.rendezvous.joined import tell_end
+from multiring.rendezvous.offered_store import agree_on_secret
 from multiring.settings import Settings
 
 __all__ = ["start"]
@@ -54,7 +56,7 @@ def start() -> None:
             "MULTIRING_TRANSPORT=mpi: JAX's collectives over multiring go over TCP between hosts; unset it"
         )
     configure_log(settings.log_level)
-    install_hook(settings.traceback)
+    install_hook(settings.traceback, partial(tell_end, settings))
     groups = _Groups(state.client, state.process_id, state.num_processes, settings)
     connect = _CONNECT(groups.address_of)
     native = ctypes.CDLL(str(library("libmultiring_jax_collectives.so")))

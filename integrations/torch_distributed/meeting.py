@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch.distributed import distributed_c10d
@@ -16,10 +17,11 @@ from multiring import config
 from multiring.communicator import Communicator
 from multiring.console.traceback_hook import install_hook
 from multiring.errors import MultiringError, PeerLostError, UsageError
-from multiring.framework_store import agree_on_secret, begin_job
+from multiring.initialization import begin_job
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
-from multiring.rendezvous.offered_store import Party, meet
+from multiring.rendezvous.joined import tell_end
+from multiring.rendezvous.offered_store import Party, agree_on_secret, meet
 from multiring.settings import Settings
 from multiring.store import Interrupt, Store
 from multiring.store.base import check_key, check_value, no_such_key
@@ -131,6 +133,7 @@ def connect_group(given: Any) -> Communicator:
         raise
     joined = Communicator(core)
     if is_world:
+        install_hook(settings.traceback, partial(tell_end, settings))  # before torch's, which calls it
         begin_job(joined, settings)
     return joined
 

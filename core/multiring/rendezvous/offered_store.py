@@ -19,16 +19,30 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multiring import _core, errors
 from multiring.errors import PeerLostError, UsageError
 from multiring.store import Store, TcpStoreServer
 
-__all__ = ["HOW_TO_SILENCE", "Party", "meet", "offer_store", "ranks_text", "signed", "signed_in"]
+if TYPE_CHECKING:
+    from multiring.settings import Settings
+
+__all__ = [
+    "HOW_TO_SILENCE",
+    "Party",
+    "agree_on_secret",
+    "meet",
+    "offer_store",
+    "ranks_text",
+    "signed",
+    "signed_in",
+]
 
 _log = logging.getLogger("multiring")
 
+# What rank 0 leaves in the place of a secret that the user has given to all ranks.
+_OWN_SECRET = b"own"
 # How a warning of a long wait ends.
 HOW_TO_SILENCE = "; set MULTIRING_STALL_WARNING to change or silence this warning"
 
@@ -287,6 +301,37 @@ def signed_in(
             f"secret{HOW_TO_SILENCE}"
         )
     return [number or read(entry, deadline) for entry, number in zip(entries, present, strict=True)]
+
+
+def agree_on_secret(store: Store, key: str, rank: int, settings: Settings) -> bytes:
+    """Return the secret by which the ranks know each other's connections. Collective.
+
+    Rank 0 makes it and leaves it in the store, unless the user has given one to all ranks. A process that can
+    read the store can join.
+
+    Args:
+        store: Where the ranks meet.
+        key: A key of the store that nothing else uses.
+        rank: This rank.
+        settings: Of this process.
+
+    Raises:
+        UsageError: Rank 0 has MULTIRING_SECRET, and this rank has not.
+        TimeoutError: Rank 0 is missing.
+    """
+    if rank == 0:
+        made = settings.secret or secrets.token_bytes(32)
+        store.set(key, _OWN_SECRET if settings.secret else made.hex().encode())
+        return made
+    try:
+        found = store.get(key, settings.timeout)
+    except errors.TimeoutError as error:
+        raise errors.TimeoutError(f"rank {rank} waits for rank 0: {error}", rank=rank, peer=0) from error
+    if found != _OWN_SECRET:
+        return bytes.fromhex(found.decode())
+    if settings.secret is None:
+        raise UsageError("rank 0 has a MULTIRING_SECRET and this rank has none: set it on all ranks")
+    return settings.secret
 
 
 def signed(store: Store, key: str, timeout: float) -> str | None:

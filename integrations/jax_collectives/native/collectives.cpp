@@ -30,7 +30,7 @@ struct Request {
   std::future<int> sent;
 };
 
-/// What Python has told about this process, and the group that is about to be made.
+/// The place of this process, as Python has told it, and the group that is about to be made.
 struct State {
   std::mutex mutex;  // guards all below
   int rank = 0;

@@ -28,34 +28,35 @@ mr_communicator* Group::connected(int* code) {
   return communicator_;
 }
 
+template <class Call>
+int Group::on_communicator(const Call& call) {
+  int code = 0;
+  mr_communicator* const communicator = connected(&code);
+  if (communicator == nullptr) return code;
+  mr_error error = MR_ERROR_INIT;
+  return call(communicator, &error) == MR_OK ? 0 : keep_error(error);
+}
+
 int Group::run(const mr_operation& operation) {
   if (rehearsed_.load(std::memory_order_acquire)) {
     std::memcpy(operation.output, operation.input, operation.output_bytes);
     return 0;
   }
-  int code = 0;
-  mr_communicator* const communicator = connected(&code);
-  if (communicator == nullptr) return code;
-  mr_error error = MR_ERROR_INIT;
-  return mr_communicator_run(communicator, &operation, &error) == MR_OK ? 0 : keep_error(error);
+  return on_communicator([&](mr_communicator* communicator, mr_error* error) {
+    return mr_communicator_run(communicator, &operation, error);
+  });
 }
 
 int Group::send(int peer, int tag, const void* data, std::size_t bytes) {
-  int code = 0;
-  mr_communicator* const communicator = connected(&code);
-  if (communicator == nullptr) return code;
-  mr_error error = MR_ERROR_INIT;
-  const mr_status status = mr_communicator_send(communicator, peer, tag, data, bytes, &error);
-  return status == MR_OK ? 0 : keep_error(error);
+  return on_communicator([&](mr_communicator* communicator, mr_error* error) {
+    return mr_communicator_send(communicator, peer, tag, data, bytes, error);
+  });
 }
 
 int Group::receive(int peer, int tag, void* data, std::size_t bytes) {
-  int code = 0;
-  mr_communicator* const communicator = connected(&code);
-  if (communicator == nullptr) return code;
-  mr_error error = MR_ERROR_INIT;
-  const mr_status status = mr_communicator_receive(communicator, peer, tag, data, bytes, &error);
-  return status == MR_OK ? 0 : keep_error(error);
+  return on_communicator([&](mr_communicator* communicator, mr_error* error) {
+    return mr_communicator_receive(communicator, peer, tag, data, bytes, error);
+  });
 }
 
 }  // namespace multiring::jax_collectives

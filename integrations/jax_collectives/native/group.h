@@ -36,6 +36,9 @@ class Group {
  private:
   /// Returns the communicator, which is connected when it is first needed; null: `*code` is an error.
   mr_communicator* connected(int* code);
+  /// Calls a function of the C ABI with the communicator; returns 0 or the number of its error.
+  template <class Call>
+  int on_communicator(const Call& call);
 
   const std::vector<int> members_;
   const int rank_;
