@@ -144,9 +144,9 @@ def _measure(
         if turn > 0:  # the first one compiles
             times.append(taken)
     seconds = durations(comm, times)  # of shape (turns, ways, steps)
-    by_way = [Sample.of(seconds[:, way].ravel()) for way in range(len(ways))]
-    gloo_first = (_medians(seconds[:, way]) for way in range(2))
-    return ShardingRow(name, size, *by_way, Ratio.of(*gloo_first))
+    by_gloo, by_multiring, alone = (Sample.of(seconds[:, way].ravel()) for way in range(len(ways)))
+    faster = Ratio.of(_medians(seconds[:, 0]), _medians(seconds[:, 1]))
+    return ShardingRow(name, size, by_gloo, by_multiring, alone, faster)
 
 
 def _medians(seconds: npt.NDArray[np.float64]) -> list[float]:

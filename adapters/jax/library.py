@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL:
         if platform != "cpu" and target != ENTER:  # which touches no array
             symbol += f"_{platform}"
         try:
-            capsule = jax.ffi.pycapsule(getattr(loaded, symbol))  # type: ignore[no-untyped-call]
+            capsule = jax.ffi.pycapsule(getattr(loaded, symbol))
             jax.ffi.register_ffi_target(target, capsule, platform=registry)
         except Exception as error:
             raise UsageError(
@@ -104,7 +104,7 @@ def _invalidate() -> None:
     """The world ends. Compiled programs hold the numbers of its queues: compile them anew for the next."""
     forget_failed_programs()
     if not _leaving:
-        jax.clear_caches()  # type: ignore[no-untyped-call]
+        jax.clear_caches()
 
 
 def _leave() -> None:

@@ -178,14 +178,14 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Col
             "derivative; use 'sum' or 'average', or jax.lax.stop_gradient"
         )
     # Arrays without a tangent take part with zeros: which ones these are may differ between ranks.
-    parts = [ad.instantiate_zeros(tangents[i]) for i in moving]  # type: ignore[no-untyped-call]
+    parts = [ad.instantiate_zeros(tangents[i]) for i in moving]
     for i, tangent in zip(moving, run(call.only(moving).derived("tangent"), parts), strict=True):
         found[i] = tangent
     return results, found
 
 
 def _transpose(cotangents: Sequence[Any], *arguments: Any, call: Collective) -> Any:
-    parts = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]  # type: ignore[no-untyped-call]
+    parts = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
     if call.kind == "allreduce":
         return run(call.derived("gradient"), parts)
     if call.kind == "broadcast":

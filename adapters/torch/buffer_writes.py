@@ -59,7 +59,7 @@ class BufferWrites:
             self._parts.add(id(part))
             if part._buffers:
                 # One that removes itself would change what `state_dict()` is iterating over.
-                self._savers.append(part.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+                self._savers.append(part.register_state_dict_pre_hook(hook))
 
     def close(self) -> None:
         """Watch none. May be called twice."""

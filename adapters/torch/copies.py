@@ -88,7 +88,7 @@ def _mark_copy(parameters: list[torch.Tensor]) -> _Nothing:
     for parameter in parameters:
         required = parameter.requires_grad
         parameter.requires_grad_(True)  # torch takes hooks on no others
-        parameter.register_post_accumulate_grad_hook(_CopyHook())  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(_CopyHook())
         parameter.requires_grad_(required)
     return _Nothing(parameters)
 
@@ -104,7 +104,7 @@ class ModelGuard:
                 parameter for parameter in part._parameters.values() if parameter is not None
             ]
             if any(id(parameter) in known for parameter in own):
-                handle = part.register_load_state_dict_post_hook(_Guard(rank, own))  # type: ignore[no-untyped-call]
+                handle = part.register_load_state_dict_post_hook(_Guard(rank, own))
                 self._handles.append(handle)
 
     def remove(self) -> None:

@@ -370,7 +370,7 @@ def _register(
 ) -> tuple[torch.utils.hooks.RemovableHandle, ...]:
     required = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes hooks on no others; they stay when it is switched off again
-    before = parameter.register_hook(hooks._gradients.tensor_hook(number))  # type: ignore[no-untyped-call]
-    after = parameter.register_post_accumulate_grad_hook(hooks._gradients.plain.arrival_hook(number, hooks))  # type: ignore[no-untyped-call]
+    before = parameter.register_hook(hooks._gradients.tensor_hook(number))
+    after = parameter.register_post_accumulate_grad_hook(hooks._gradients.plain.arrival_hook(number, hooks))
     parameter.requires_grad_(required)
     return before, after

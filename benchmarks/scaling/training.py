@@ -56,13 +56,13 @@ def measure_profile(batch: int = 4, steps: int = 5) -> Profile:
         stamps[index] = time.perf_counter()
 
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, index=names[name]: stamp(index))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(lambda _, index=names[name]: stamp(index))
     images, labels = torch.randn(batch, 3, 224, 224), torch.randint(0, 1000, (batch,))
     runs: list[list[float]] = []
     for _ in range(steps + 1):
         model.zero_grad(set_to_none=True)
         start = time.perf_counter()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
         whole = time.perf_counter() - start
         runs.append([(each - start) / whole for each in stamps])
     measured = runs[1:]  # the first one allocates

@@ -40,7 +40,7 @@ def register() -> None:
         from torch.distributed.rendezvous import register_rendezvous_handler
 
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICES)
-        register_rendezvous_handler(BACKEND, _meet_as_launched)  # type: ignore[no-untyped-call]
+        register_rendezvous_handler(BACKEND, _meet_as_launched)
 
 
 def _create(given: Any, options: Any) -> Any:

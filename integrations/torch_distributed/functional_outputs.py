@@ -32,7 +32,7 @@ def install() -> None:
     """
     if _held or not hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
         return
-    library: Any = torch.library.Library(_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library(_NAMESPACE, "IMPL")
     _held.append(library)
     library.impl("all_gather_into_tensor_out", _all_gather, "CPU")
     if hasattr(torch.ops._c10d_functional, "reduce_scatter_tensor_out"):

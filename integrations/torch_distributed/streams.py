@@ -28,7 +28,7 @@ _PAUSE = 50e-6
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     # Of another pool than those that programs make: Torch hands out the streams of a pool again.
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class CallerWork:

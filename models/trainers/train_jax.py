@@ -50,7 +50,7 @@ class JaxTrainer(Trainer):
 
     def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         if dtype == "float64":
-            jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
+            jax.config.update("jax_enable_x64", True)
         self._dtype = np.dtype(dtype)
         decays = {parameter.name: parameter.decays for parameter in self._spec.parameters()}
         self._optimizer = multiring.jax.distribute(

@@ -34,10 +34,10 @@ class Reduction:
         """Fresh gradients full of `value`, averaged over the ranks."""
         self._gradients = []
         self._gradients = self._fill(np.float32(value))
-        jax.block_until_ready(self._gradients)  # type: ignore[no-untyped-call]
+        jax.block_until_ready(self._gradients)
         begin()
         self._gradients = self._average(self._gradients)
-        jax.block_until_ready(self._gradients)  # type: ignore[no-untyped-call]
+        jax.block_until_ready(self._gradients)
 
     def check(self, value: float) -> bool:
         """Whether all gradients hold `value`."""
