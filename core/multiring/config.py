@@ -324,6 +324,12 @@ VARIABLES: tuple[Variable, ...] = (
         "(docs/correctness.md).",
         _integer(0),
     ),
+    Variable(
+        "as_gloo",
+        "0 or 1",
+        '1: the backend "gloo" of torch.distributed is multiring (docs/torch-distributed.md).',
+        _yes_or_no,
+    ),
 )
 
 

@@ -25,6 +25,7 @@ class Settings(_core.JobSettings):
             told what it says.
         mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
         check_every: Training steps between two comparisons of the training state over ranks; 0 means never.
+        as_gloo: Whether torch.distributed's "gloo" means multiring.
     """
 
     rank: int | None = None
@@ -41,6 +42,7 @@ class Settings(_core.JobSettings):
     traceback: str = "short"
     mpi_bridge: str = ""
     check_every: int = 100
+    as_gloo: bool = False
 
     def __init__(self, **values: Any) -> None:
         super().__init__()

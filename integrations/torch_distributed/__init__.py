@@ -4,6 +4,7 @@
 
     dist.init_process_group("multiring")  # under torchrun, or with the arguments that any backend takes
     dist.init_process_group("multiring", init_method="multiring://")  # under multiring run, mpirun and srun
+    dist.init_process_group("gloo")  # after as_gloo(), or with MULTIRING_AS_GLOO=1
 
 The package's entry point registers it whenever torch is imported, so a program need not import this module;
 where that is switched off (TORCH_DEVICE_BACKEND_AUTOLOAD=0), importing it does. Tensors on the CPU and on
@@ -12,14 +13,16 @@ CUDA devices. See docs/torch-distributed.md.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from multiring.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
+    from multiring.torch_distributed.gloo_name import as_gloo
     from multiring.torch_distributed.group import ProcessGroup
 
-__all__ = ["BACKEND", "DEVICES", "ProcessGroup", "register"]
+__all__ = ["BACKEND", "DEVICES", "ProcessGroup", "as_gloo", "register"]
 
 BACKEND = "multiring"
 """What `init_process_group` and `new_group` call it."""
@@ -27,12 +30,19 @@ BACKEND = "multiring"
 DEVICES = ["cpu", "cuda"]
 """Types of the devices whose tensors it takes; the CPU is one of them, so objects travel there."""
 
-# Taken from its module on first use: this one is imported with torch, by programs that may not need it.
-__getattr__, __dir__ = _lazy_names(__name__, {"ProcessGroup": ".group"})
+_AS_GLOO = "MULTIRING_AS_GLOO"
+
+# Taken from their modules on first use: this one is imported with torch, by programs that may not need them.
+__getattr__, __dir__ = _lazy_names(__name__, {"ProcessGroup": ".group", "as_gloo": ".gloo_name"})
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed, where this Python's torch has that. Idempotent."""
+    """Make the backend known to torch.distributed, where this Python's torch has that; under the name "gloo"
+    too, if MULTIRING_AS_GLOO says so. Idempotent.
+
+    Raises:
+        UsageError: MULTIRING_AS_GLOO has a value that is not accepted, or cannot be done with this torch.
+    """
     # Not at the top: where this module is imported before torch, torch's own import calls this function.
     import torch.distributed as dist
 
@@ -41,6 +51,13 @@ def register() -> None:
 
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICES)
         register_rendezvous_handler(BACKEND, _meet_as_launched)
+    if os.environ.get(_AS_GLOO):
+        from multiring import config
+
+        if config.check({_AS_GLOO: os.environ[_AS_GLOO]}).get("as_gloo"):
+            from multiring.torch_distributed.gloo_name import as_gloo
+
+            as_gloo()
 
 
 def _create(given: Any, options: Any) -> Any:

@@ -75,6 +75,7 @@ class GroupBase(dist.ProcessGroup):
 
     Attributes:
         comm: The communicator.
+        backend_name: What the program calls the backend: "multiring", or "gloo" after `as_gloo`.
         watchers: Threads of the group.
         kept: Works that are held until somebody waits for them.
     """
@@ -82,6 +83,7 @@ class GroupBase(dist.ProcessGroup):
     def __init__(self, comm: Communicator, given: Any) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm = comm
+        self.backend_name = BACKEND
         self.watchers = Watchers(f"multiring {given.group_id}")
         self._messenger = Messenger(comm, self.watchers)
         self._name, self._description = str(given.group_id), "undefined"
@@ -105,7 +107,7 @@ class GroupBase(dist.ProcessGroup):
         return self.comm.size
 
     def getBackendName(self) -> str:  # noqa: N802
-        """What `init_process_group` calls the backend."""
+        """Return "multiring": torch's C++ takes who says "gloo" here for its own class."""
         return BACKEND
 
     @property
@@ -136,7 +138,9 @@ class GroupBase(dist.ProcessGroup):
         return GroupBackend(self, timedelta(seconds=min(self.comm.timeout, _NEVER)))
 
     name = getBackendName
-    _get_backend_name = getBackendName
+
+    def _get_backend_name(self) -> str:
+        return self.backend_name
 
     def __repr__(self) -> str:
         return f"<multiring process group {self._name!r}, rank {self.comm.rank} of {self.comm.size}>"
@@ -231,10 +235,11 @@ class GroupBase(dist.ProcessGroup):
             made_as = distributed_c10d._world.pg_backend_config.get(self, "")
             owner = dict(each.split(":") for each in made_as.split(",") if ":" in each).get("cuda", BACKEND)
             if owner != BACKEND:
+                without = "" if self.backend_name == BACKEND else ", or run without MULTIRING_AS_GLOO"
                 raise UsageError(
                     f"{what} of a tensor on {device}: this group was made as {made_as!r}, and torch "
                     f"{torch.__version__} gives all its tensors to the backend 'multiring'. Make a second "
-                    f"group for those on devices: dist.new_group(backend={owner!r})"
+                    f"group for those on devices: dist.new_group(backend={owner!r}){without}"
                 )
             if (reason := why_captured(device)) is not None:
                 raise UsageError(f"{what}: {reason}")

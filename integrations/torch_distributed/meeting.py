@@ -25,6 +25,7 @@ from multiring.rendezvous.offered_store import Party, agree_on_secret, meet
 from multiring.settings import Settings
 from multiring.store import Interrupt, Store
 from multiring.store.base import check_key, check_value, no_such_key
+from multiring.torch_distributed.gloo_name import use_interfaces_of_gloo
 
 __all__ = ["GroupStore", "TorchStore", "connect_group"]
 
@@ -113,6 +114,7 @@ def connect_group(given: Any) -> Communicator:
     is_world = not given.global_ranks_in_group
     settings = config.load()
     settings.timeout = given.timeout.total_seconds()
+    use_interfaces_of_gloo(settings)
     if settings.transport == "mpi":
         raise UsageError(
             "MULTIRING_TRANSPORT=mpi: process groups of torch.distributed go over TCP between hosts; unset it"

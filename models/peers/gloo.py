@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from multiring import Communicator
+from multiring.errors import UsageError
 
 __all__ = ["GlooGroup", "TorchGroup"]
 
@@ -46,7 +47,15 @@ class TorchGroup:
 
 
 class GlooGroup(TorchGroup):
-    """torch.distributed's default group, over Gloo."""
+    """torch.distributed's default group, over Gloo.
+
+    Raises:
+        UsageError: "gloo" is a name of multiring in this process, which would be compared with itself.
+    """
 
     def __init__(self, comm: Communicator) -> None:
+        if os.environ.get("MULTIRING_AS_GLOO") == "1":
+            raise UsageError(
+                "this compares with Gloo, and MULTIRING_AS_GLOO=1 makes that multiring: unset it"
+            )
         super().__init__(comm, "gloo")

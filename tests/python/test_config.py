@@ -35,6 +35,7 @@ READ: dict[str, dict[str, object]] = {
     "stall_warning": {"0": 0.0},
     "quiet": {"1": True, "0": False, "": False},
     "traceback": {"Full": "full", "": "short"},
+    "as_gloo": {"1": True, "0": False, "": False},
 }
 
 

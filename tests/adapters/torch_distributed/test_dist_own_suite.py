@@ -12,7 +12,7 @@ from tests.support import Job
 pytest.importorskip("expecttest", reason="torch's tests need it")
 
 # As torch's test/distributed/test_distributed_spawn.py, but for forked ranks, which import nothing anew. The
-# tests are told that the backend is Gloo, whose cases they run then; it is ours that is made.
+# tests ask for Gloo, whose cases they run then; it is ours that is made.
 SUITE = """
 import os, sys, unittest
 os.environ.update(BACKEND="gloo", WORLD_SIZE="3", TEMP_DIR=os.environ["TEST_DIRECTORY"])
@@ -20,24 +20,20 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import distributed_test
 
-
-init_process_group = dist.init_process_group
-
-def init(*args, backend=None, **options):
-    return init_process_group(*args, backend="multiring", **options)
+from multiring.torch_distributed import ProcessGroup, as_gloo
 
 class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
     def setUp(self):
         super().setUp()
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
-# Torch refuses `monitored_barrier` for all backends but Gloo, and the other one asks for Gloo's name.
-def is_for_all(name):
-    return "monitored_barrier" not in name and name != "test_get_backend"
+    def run_test(self, *args):
+        assert isinstance(dist.group.WORLD, ProcessGroup)
+        super().run_test(*args)
 
-names = list(filter(is_for_all, unittest.TestLoader().getTestCaseNames(Suite)))
+names = unittest.TestLoader().getTestCaseNames(Suite)
 part, parts = map(int, sys.argv[1:])
-dist.init_process_group = init
+as_gloo()
 suite = unittest.TestSuite(map(Suite, names[part::parts]))
 result = unittest.TextTestRunner(verbosity=0).run(suite)
 print(f"ran {result.testsRun - len(result.skipped)}", flush=True)

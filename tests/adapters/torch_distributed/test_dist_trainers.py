@@ -1,4 +1,4 @@
-"""Lightning, Accelerate and Transformers over the backend, against one process that has the whole batch."""
+"""Lightning, Accelerate and Transformers, which ask for Gloo, against one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from multiring.torch_distributed import ProcessGroup
 
 SIZE, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 OUT = Path(sys.argv[1])
@@ -55,7 +58,6 @@ LIGHTNING = """
 import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DistributedSampler
 
@@ -74,7 +76,7 @@ class Module(lightning.LightningModule):
 told = []
 rank_zero_only(lambda: told.append(RANK))()
 trainer = lightning.Trainer(
-    accelerator="cpu", devices=SIZE, strategy=DDPStrategy(process_group_backend="multiring"), max_epochs=2,
+    accelerator="cpu", devices=SIZE, strategy="ddp", max_epochs=2,
     use_distributed_sampler=False,
     logger=CSVLogger(OUT, flush_logs_every_n_steps=1), log_every_n_steps=1, enable_progress_bar=False,
     callbacks=[ModelCheckpoint(OUT, filename="last")], enable_model_summary=False,
@@ -88,6 +90,7 @@ close(module.net, alone)
 again = Module()
 again.load_state_dict(torch.load(OUT / "last.ckpt", weights_only=False)["state_dict"])
 close(again.net, alone)
+assert isinstance(dist.group.WORLD, ProcessGroup)
 every = trainer.strategy.all_gather(torch.tensor(RANK)).tolist()
 assert every == list(range(SIZE)), every
 assert trainer.strategy.broadcast(f"from {RANK}", src=1) == "from 1"
@@ -105,12 +108,10 @@ else:
 """
 
 ACCELERATE = """
-import torch.distributed as dist
 from accelerate import Accelerator
 
-dist.init_process_group("multiring")
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-assert accelerator.num_processes == SIZE and dist.get_backend() == "multiring"
+assert accelerator.num_processes == SIZE and isinstance(dist.group.WORLD, ProcessGroup)
 model, (inputs, targets) = network(), data()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 model, optimizer, batches = accelerator.prepare(
@@ -148,6 +149,8 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
+from multiring.torch_distributed import ProcessGroup
+
 SIZE, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 OUT = Path(sys.argv[1])
 
@@ -172,19 +175,20 @@ def trained(out, **options):
     assert trainer.accelerator.num_processes == SIZE
     return trainer.model.state_dict(), trainer.state.log_history
 
-dist.init_process_group("multiring")
 weights, history = trained(OUT / "whole")
 again, _ = trained(OUT / "rest", resume_from_checkpoint=str(OUT / "whole" / "checkpoint-3"))
 assert all(torch.equal(weights[name], again[name]) for name in weights)
 if RANK == 0:
     torch.save(weights, OUT / "weights.pt")
     print(json.dumps({"losses": [entry["loss"] for entry in history if "loss" in entry]}))
-dist.destroy_process_group()
+if SIZE > 1:
+    assert isinstance(dist.group.WORLD, ProcessGroup)
+    dist.destroy_process_group()
 """
 
 
 def _told(tmp_path: Path, script: str, size: int = 2) -> dict[str, list[float]]:
-    done = run_job(size, script, str(tmp_path), timeout=120.0)
+    done = run_job(size, script, str(tmp_path), launcher_args=["--as-gloo"], timeout=120.0)
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
     [line] = [line for line in lines if line.startswith('{"')]

@@ -1,7 +1,7 @@
 """Variables for scripts that were written for other libraries.
 
 Horovod's, for scripts that import it; those that torchrun sets, with which `torch.distributed`, Lightning and
-Accelerate start; and those by which JAX takes its collectives from multiring.
+Accelerate start; and those by which JAX, and torch.distributed as "gloo", take their collectives from here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from multiring.errors import UsageError
 
 __all__ = [
     "MPI_LIBRARY",
+    "gloo_variables",
     "horovod_environment",
     "horovod_variables",
     "jax_variables",
@@ -36,6 +37,8 @@ _HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 _PORTS = range(16384, 32768)
 # Older ones have other names for what is needed of them.
 _FIRST_JAXLIB = (0, 9)
+# By this variable torch is told whether to load the backends of installed packages.
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 # Names the library that jaxlib loads as an MPI.
 MPI_LIBRARY = "MPITRAMPOLINE_LIB"
 _PLACES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -100,6 +103,23 @@ def jax_variables() -> dict[str, str]:
     if not library.is_file():
         raise UsageError(f"{library} is missing; is this multiring installed whole?")
     return {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi", MPI_LIBRARY: str(library)}
+
+
+def gloo_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which torch.distributed's backend "gloo" is multiring.
+
+    Args:
+        given: Variables that the ranks get anyway.
+
+    Raises:
+        UsageError: torch is told to load no backends, so it would take its own Gloo in silence.
+    """
+    if {**os.environ, **given}.get(_AUTOLOAD, "1") == "0":
+        raise UsageError(
+            f"--as-gloo: with {_AUTOLOAD}=0 torch does not load multiring: unset it, or call "
+            "multiring.torch_distributed.as_gloo() in the program"
+        )
+    return {"MULTIRING_AS_GLOO": "1"}
 
 
 def torch_variables(rank: int, size: int, slot: RankSlot) -> dict[str, str]:

@@ -12,7 +12,11 @@ from typing import Any
 from multiring.commands.argument_types import number_of, wall_seconds
 from multiring.commands.launcher.engine_job import run_by_engine
 from multiring.commands.launcher.engines import CHOICES, Engine, choose
-from multiring.commands.launcher.foreign_variables import horovod_environment, jax_variables
+from multiring.commands.launcher.foreign_variables import (
+    gloo_variables,
+    horovod_environment,
+    jax_variables,
+)
 from multiring.commands.launcher.hosts import (
     HostSlots,
     RankSlot,
@@ -105,6 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="JAX's own collectives on CPUs (shardings, shard_map) go over multiring, and "
         "jax.distributed.initialize() needs no arguments (docs/jax-sharding.md)",
+    )
+    parser.add_argument(
+        "--as-gloo",
+        action="store_true",
+        help='torch.distributed\'s backend "gloo" is multiring: sets MULTIRING_AS_GLOO '
+        "(docs/torch-distributed.md)",
     )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module ...", help="run a Python module"
@@ -212,6 +222,8 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("name the program that the ranks run, as in: multiring run -np 2 train.py")
     assigned, engine = _places(args)
     given = {**(jax_variables() if args.jax else {}), **dict(args.env), **_variables(args)}
+    if args.as_gloo:
+        given |= gloo_variables(given)
     options = JobOptions(
         ranks=len(assigned),
         program=program,
