@@ -31,7 +31,12 @@ class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._
         assert isinstance(dist.group.WORLD, ProcessGroup)
         super().run_test(*args)
 
-names = unittest.TestLoader().getTestCaseNames(Suite)
+# What Gloo alone does: its events in torch's profiler, the texts of its errors, its name in what DDP logs.
+distributed_test.PROFILING_SUPPORTED_BACKENDS.clear()
+distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.clear()
+other = {"ddp_logging_data_cpu", "monitored_barrier_gloo", "monitored_barrier_gloo_subgroup",
+         "monitored_barrier_gloo_rank_0_timeout"}
+names = [name for name in unittest.TestLoader().getTestCaseNames(Suite) if name[5:] not in other]
 part, parts = map(int, sys.argv[1:])
 as_gloo()
 suite = unittest.TestSuite(map(Suite, names[part::parts]))
