@@ -3,7 +3,7 @@
 # make test   installs what the tests need and runs those that every change has to pass: 12 minutes on 2 cores
 # make test-all  the same, then make test-rest: TSan, full matrices, several hosts, launchers, the wheel, speed
 # What is in which of them: tests/README.md.
-# make wheel  the wheel in dist/, tried out in a new environment
+# make wheel  the wheels in dist/, tried out in a new environment
 # make docs   the pages of docs/ and the API reference as a site, in build/site
 # make scaling  the scaling curve of docs/scaling.md, on a simulated machine (needs SimGrid)
 

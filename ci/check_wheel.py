@@ -2,7 +2,9 @@
 alone and without a compiler, and with systems as old as its name says. Prints the times of the build, of the
 installation and of the import.
 
-python ci/check_wheel.py [DIRECTORY]     builds it as a user would, in isolation; leaves it in the directory
+The same for the small wheel multiring-horovod, which holds no library.
+
+python ci/check_wheel.py [DIRECTORY]     builds them as a user would, in isolation; leaves them there
 python ci/check_wheel.py --quick         of what `make develop` has compiled, which takes seconds
 """
 
@@ -41,12 +43,12 @@ ALLOWED_LIBRARIES = {
 PROBE = ROOT / "ci" / "wheel_probe.py"
 
 
-def build(directory: Path, *, quick: bool) -> Path:
+def build(source: Path, directory: Path, *, quick: bool) -> Path:
     start = time.perf_counter()
     how = ["--no-build-isolation"] if quick else [f"--config-settings=build-dir={directory / 'build'}"]
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(directory)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run([*command, *how, str(ROOT)], check=True, env=environment)
+    subprocess.run([*command, *how, str(source)], check=True, env=environment)
     (wheel,) = directory.glob("*.whl")
     took = time.perf_counter() - start
     print(f"wheel: {wheel.name}, {wheel.stat().st_size / 1e6:.2f} MB, built in {took:.0f} s")
@@ -100,8 +102,22 @@ def check(wheel: Path, directory: Path) -> list[str]:
     return findings + [f"the wheel lacks {name}" for name in sorted(missing)]
 
 
-def try_out(wheel: Path, directory: Path) -> None:
-    """Installs the wheel with NumPy alone and uses it, away from the sources and from compilers."""
+def check_horovod(wheel: Path, of_multiring: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        modules = [name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")]
+        about = next(name for name in archive.namelist() if name.endswith("/METADATA"))
+        needed = next(line for line in archive.read(about).decode().splitlines() if "Requires-Dist" in line)
+    findings = []
+    if modules != ["horovod/__init__.py"]:
+        findings.append(f"{wheel.name} holds {modules}")
+    version = of_multiring.name.split("-")[1]
+    if wheel.name.split("-")[1] != version or not needed.endswith(f"=={version}"):
+        findings.append(f"{wheel.name} needs {needed}, and multiring has the version {version}")
+    return findings
+
+
+def try_out(wheel: Path, horovod: Path, directory: Path) -> None:
+    """Installs the wheels with NumPy alone and uses them, away from the sources and from compilers."""
     home = directory / "venv"
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
@@ -113,11 +129,15 @@ def try_out(wheel: Path, directory: Path) -> None:
     start = time.perf_counter()
     subprocess.run([*install, "--no-index", str(wheel)], check=True, env=environment)
     print(f"wheel: installed beside NumPy in {time.perf_counter() - start:.1f} s")
+    # Cloudpickle and PyYAML, which it asks for, are not needed by what is tried here.
+    subprocess.run([*install, "--no-index", "--no-deps", str(horovod)], check=True, env=environment)
     command = str(python.parent / "multiring")
     for words in (
         [str(python), str(PROBE)],
         [command, "doctor"],
         [command, "run", "-np", "2", str(python), str(PROBE)],
+        [str(python), "-c", "import horovod.common.util; print('wheel: horovod', horovod.__version__)"],
+        [str(python.parent / "horovodrun"), "--check-build"],
     ):
         subprocess.run(words, check=True, cwd=directory, env=environment)
 
@@ -126,13 +146,15 @@ def main() -> int:
     quick = sys.argv[1:] == ["--quick"]
     with tempfile.TemporaryDirectory(prefix="multiring-wheel-") as name:
         directory = Path(name)
-        wheel = name_platform(build(directory, quick=quick), directory)
-        findings = check(wheel, directory)
+        wheel = name_platform(build(ROOT, directory, quick=quick), directory)
+        horovod = build(ROOT / "integrations/horovod/shim", directory / "horovod", quick=quick)
+        findings = check(wheel, directory) + check_horovod(horovod, wheel)
         if not findings:
-            try_out(wheel, directory)
+            try_out(wheel, horovod, directory)
             if sys.argv[1:] and not quick:
                 Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
-                shutil.copy(wheel, sys.argv[1])
+                for each in (wheel, horovod):
+                    shutil.copy(each, sys.argv[1])
     print("\n".join(findings) if findings else "wheel: small, links nothing foreign, works with NumPy alone")
     return 1 if findings else 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from multiring.commands.launcher.foreign_variables import horovod_environment
 from multiring.errors import UsageError
+from multiring.horovod.exceptions import HorovodInternalError
 from multiring.rendezvous import launch_environment
 
 __all__ = ["install"]
@@ -26,7 +27,7 @@ def install() -> None:
         UsageError: Another `horovod` has been imported already.
     """
     loaded = sys.modules.get("horovod")
-    if loaded is not None and _SHIM not in Path(loaded.__file__ or "").parents:
+    if loaded is not None and getattr(loaded, "HorovodInternalError", None) is not HorovodInternalError:
         raise UsageError(
             f"horovod is imported already, from {loaded.__file__}: call multiring.horovod.install() first"
         )

@@ -1,7 +1,7 @@
 """`multiring horovodrun`: starts a program with the options of Horovod's command.
 
-No command of the name `horovodrun` is installed: it would take the place of that of a Horovod in the same
-environment. docs/horovod.md says how to make one.
+The wheel multiring-horovod installs it as `horovodrun`; that of multiring does not, for it would take the
+place of that of a Horovod in the same environment.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -17,7 +18,7 @@ from multiring.commands.launcher.foreign_variables import horovod_environment
 from multiring.commands.launcher.options import add_arguments as add_run_arguments
 from multiring.commands.launcher.remote_ranks import SSH
 from multiring.horovod.runner import options
-from tests.support import REPOSITORY, Job, parsed, refused, run_job, run_multiring
+from tests.support import REPOSITORY, Job, last_words, parsed, refused, run_job, run_multiring
 
 # Of horovodrun 0.28.1, with a value where it takes one.
 _TEXT = """
@@ -303,6 +304,44 @@ def test_a_horovod_that_is_installed_is_not_shadowed_silently(tmp_path: Path) ->
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     foreign = Job([*torchrun, "--module", "multiring.horovod", str(path)]).run(240.0, code=0)
     assert foreign.stderr.count(f"not the Horovod that is at {package / '__init__.py'}") == 1
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the wheel multiring-horovod is installed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    source = str(REPOSITORY / "integrations" / "horovod" / "shim")
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    Job([*pip, "wheel", *offline, "--wheel-dir", str(folder), source]).run(code=0)
+    (built,) = folder.glob("*.whl")
+    Job([*pip, "install", *offline[:2], "--target", str(folder / "site"), str(built)]).run(code=0)
+    return folder / "site"
+
+
+@pytest.mark.full
+def test_the_wheel_of_horovod(wheel: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTS + "import multiring.horovod\nmultiring.horovod.install()\n")
+    found = {"PYTHONPATH": str(wheel)}
+    alone = Job([sys.executable, str(script)], found).run(code=0)
+    assert "all of 1 [] [0]" in alone.stdout
+    command = [sys.executable, str(wheel / "bin" / "horovodrun"), "-np", "2"]
+    together = Job([*command, sys.executable, str(script)], found).run(code=0)
+    assert "all of 2 [] [0, 1]" in together.stdout
+    assert "not the Horovod" not in together.stderr
+
+
+@pytest.mark.full
+def test_the_wheel_beside_a_horovod(wheel: Path, tmp_path: Path) -> None:
+    """Both in one place have overwritten files of one another."""
+    site = tmp_path / "site"
+    shutil.copytree(wheel, site)
+    about = site / "horovod-0.28.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    said = last_words("import horovod.torch", {"PYTHONPATH": str(site)})
+    assert said.startswith("ImportError: Horovod and multiring-horovod are both installed"), said
 
 
 @pytest.mark.full

@@ -1,4 +1,5 @@
-"""The package `horovod` under `multiring run --horovod`; its modules are those of multiring.horovod."""
+"""The package `horovod` under `multiring run --horovod`, and of the wheel multiring-horovod; its modules are
+those of multiring.horovod."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from multiring import horovod as api
 from multiring.horovod import HorovodInternalError, __version__
 from multiring.lazy import lazy_names
 
@@ -61,10 +64,29 @@ class _Finder(MetaPathFinder):
         return ModuleSpec(fullname, _Loader(name), is_package=found.submodule_search_locations is not None)
 
 
-def _tell_of_another() -> None:
-    """A Horovod that is installed is not used without a line that says so."""
-    here = Path(__file__).resolve().parent.parent
-    others = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
+def _installed_by(distribution: str) -> Path | None:
+    """Return the file of the package `horovod` that this distribution has installed; None: there is none."""
+    try:
+        return Path(str(metadata.distribution(distribution).locate_file("horovod/__init__.py"))).resolve()
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _look_for_another() -> None:
+    """Say in a line that a Horovod that is installed is not used.
+
+    Raises:
+        ImportError: It is installed in the same place as multiring-horovod, so that files of both are mixed.
+    """
+    own = _installed_by("multiring-horovod")
+    if own is not None and own == _installed_by("horovod"):
+        raise ImportError(
+            f"Horovod and multiring-horovod are both installed, and have overwritten files of one another in "
+            f"{own.parent}: `pip uninstall horovod multiring-horovod`, then install the one that you want"
+        )
+    files = (Path(__file__), Path(api.__file__).parent / "shim" / "horovod" / "__init__.py", own)
+    ours = {file.resolve().parent.parent for file in files if file is not None}
+    others = [entry for entry in sys.path if Path(entry or ".").resolve() not in ours]
     other = PathFinder.find_spec(__name__, others)
     if other is not None and other.origin is not None and os.environ.get("HOROVOD_RANK", "0") == "0":
         text = (
@@ -73,5 +95,5 @@ def _tell_of_another() -> None:
         print(f"{text}; leave out --horovod or multiring.horovod.install() to use that one", file=sys.stderr)
 
 
-_tell_of_another()
+_look_for_another()
 sys.meta_path.insert(0, _Finder())
