@@ -118,7 +118,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the copy is installed, with a collective and an algorithm that the tree does not have."""
     folder = tmp_path_factory.mktemp("contributing")
     copy, prefix = folder / "copy", folder / "prefix"
-    for name in ("CMakeLists.txt", "cmake", "core", "adapters/CMakeLists.txt"):
+    for name in ("CMakeLists.txt", "cmake", "core", "adapters/CMakeLists.txt", "integrations/CMakeLists.txt"):
         if (source := REPOSITORY / name).is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.exists():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.blocks import python_of
 from tests.support import Job, held_port, run_job, start_job
 
 # What all programs begin with: nothing of multiring.
@@ -237,6 +238,16 @@ jax.jit(jnp.max)(array).block_until_ready()
     ran = start_job(2, script, launcher_args=["--jax", "--env", "MULTIRING_TIMEOUT=5"]).run(60, code=1)
     assert re.search(r"MPI error: multiring: TimeoutError: rank 0 .* waited 5.0 s for rank 1", ran.stderr)
     assert "multiring: rank 0 (process" in ran.stderr
+
+
+def test_the_program_of_the_page() -> None:
+    (program,) = python_of("docs/jax-sharding.md")
+    told = [
+        run_job(ranks, program, launcher_args=["--jax"], timeout=60, code=0).stdout.partition("epoch")[2]
+        for ranks in (1, 2)
+    ]
+    assert "2: loss" in told[0]
+    assert told[0] == told[1]
 
 
 def test_the_distributed_runtime_can_start_again() -> None:

@@ -327,6 +327,12 @@ DURING = "During handling of the above exception, another exception occurred:"
 CAUSE = "The above exception was the direct cause of the following exception:"
 
 
+JAX_ABORT = (
+    "F1129 client.h:80] Terminating process because the JAX distributed service detected fatal errors.",
+    "while calling /xla.coordination.CoordinationService/PollForError:",
+)
+
+
 def end(rank: int, code: int | None, *stderr: str, by_launcher: bool = False) -> RankEnd:
     return RankEnd(rank, 1000 + rank, code, by_launcher, stderr)
 
@@ -340,6 +346,7 @@ def end(rank: int, code: int | None, *stderr: str, by_launcher: bool = False) ->
         (["jax.errors.JaxRuntimeError: UNAVAILABLE: multiring.PeerLostError: rank 0 lost rank 1"], True),
         (["errors_impl.UnavailableError: {{x}} multiring: PeerLostError: rank 0", "[Op:A]"], True),
         ([LOST, CAUSE, "RuntimeError: training failed in step 3"], True),
+        ([*JAX_ABORT, "*** Check failure stack trace: ***", "Fatal Python error: Aborted"], True),
         ([LOST, "ValueError: something else"], False),
         (["KeyError: 'x'", DURING, "ValueError: bad image"], False),
         ([], False),
@@ -355,6 +362,7 @@ def test_the_first_that_failed_by_itself_or_by_a_signal_is_blamed() -> None:
     assert blame([end(2, 1), end(0, -9)]).rank == 0
     assert blame([end(0, 1, LOST), end(1, 3, *OWN)]).rank == 1
     assert blame([end(0, -6, LOST), end(1, 3)]).rank == 1
+    assert blame([end(1, -6, JAX_ABORT[1]), end(0, 1, *OWN)]).rank == 0
     assert blame([end(0, 1, LOST)]).rank == 0
 
 

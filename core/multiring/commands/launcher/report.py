@@ -27,6 +27,10 @@ _HINTS: dict[int, str] = {
 # failed: itself, or within the message of a framework's error.
 _EXCEPTION = re.compile(r"(?<!\w)(\w*(?:Error|Exception|Interrupt|Exit))(?=:|$)")
 _SECONDARY = re.compile(r"(?<!\w)(?:PeerLostError|AbortedError)(?=:|$)")
+# What JAX writes before it aborts a process because its coordinator, in rank 0, has ended.
+_COORDINATOR_GONE = re.compile(
+    r"JAX distributed service detected fatal errors|CoordinationService/PollForError"
+)
 _TRACEBACK = "Traceback (most recent call last):"
 # What Python writes between an exception and the one that was raised because of it.
 _CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
@@ -58,7 +62,10 @@ class RankEnd:
 
     @property
     def is_secondary(self) -> bool:
-        """Whether its last words are that another rank was lost, or an exception that came of that."""
+        """Whether its last words are that another rank was lost, or an exception or JAX's abort that came of
+        that."""
+        if any(_COORDINATOR_GONE.search(line) for line in self.stderr):
+            return True
         words = [line for line in self.stderr if _EXCEPTION.search(line) or line.startswith(_CHAINED)]
         while len(words) > 2 and words[-2].startswith(_CHAINED):
             del words[-2:]
@@ -86,8 +93,8 @@ def _signal_of(code: int | None) -> int:
 def blame(failures: Sequence[RankEnd]) -> RankEnd:
     """The rank that failed first, of `failures` in the order they were seen.
 
-    Those that failed because another had come within milliseconds of it and may be seen first; a signal is
-    never such a consequence, and their last line gives away the others.
+    Those that failed because another had come within milliseconds of it and may be seen first; their last
+    lines give them away. A signal is no such consequence, but where JAX ends its processes by one.
     """
 
     def likelihood(index: int) -> tuple[bool, bool, int]:
