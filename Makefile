@@ -41,6 +41,7 @@ test-rest: $(VENV)/.develop
 	ci/fetch_sshd.sh
 	ci/make_mpich_environment.sh $(BIN)/python
 	ci/fetch_slurm.sh
+	ci/make_projects_environment.sh $(BIN)/python
 	ci/step.sh "pytest, full" $(BIN)/pytest -m "full and not alone" $(PYTEST_OPTIONS)
 	ci/step.sh "pytest, alone" $(BIN)/pytest -m "full and alone"
 	ci/step.sh regress $(BIN)/multiring regress --small

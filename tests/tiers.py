@@ -64,6 +64,7 @@ FULL = {
         "test_remote_launch.py",
         "test_torchrun.py",
     ],
+    "projects": ["test_ignite_suite.py", "test_programs.py"],
     "python": [
         "benchmarks/test_bench.py",
         "benchmarks/test_bench_collectives.py",
