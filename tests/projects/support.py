@@ -17,6 +17,8 @@ ENVIRONMENT = REPOSITORY / "build" / "projects"
 PROGRAMS = Path(__file__).parent / "programs"
 # `import horovod` by the one file that the wheel multiring-horovod installs.
 HOROVOD = {"PYTHONPATH": str(REPOSITORY / "integrations" / "horovod" / "shim")}
+# In the table, for what only Horovod itself could be compared with.
+NO_HOROVOD = "no Horovod builds for these versions"
 AS_GLOO = {"MULTIRING_AS_GLOO": "1"}
 
 needs_projects = pytest.mark.skipif(

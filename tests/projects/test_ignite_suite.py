@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.projects.support import AS_GLOO, ENVIRONMENT, HOROVOD, needs_projects, python, record
+from tests.projects.support import AS_GLOO, ENVIRONMENT, HOROVOD, NO_HOROVOD, needs_projects, python, record
 from tests.support import Job
 
 pytestmark = needs_projects
@@ -53,4 +53,4 @@ def test_its_tests_of_horovod_pass(tmp_path: Path) -> None:
     assert not [case for case, end in found if end in ("failure", "error")]
     count = _passed(found).total()
     assert count > 10
-    record("pytorch-ignite", "the package `horovod`", "its own tests of Horovod", f"{count} pass", "")
+    record("pytorch-ignite", "the package `horovod`", "its own tests of Horovod", f"{count} pass", NO_HOROVOD)

@@ -12,6 +12,7 @@ import pytest
 from tests.projects.support import (
     AS_GLOO,
     HOROVOD,
+    NO_HOROVOD,
     PROGRAMS,
     by_torchrun,
     done,
@@ -41,7 +42,7 @@ def test_netket_samples_as_one_process() -> None:
     np.testing.assert_allclose(together["energies"], alone["energies"], rtol=1e-6)
     assert together["energies"][-1] < -14.5  # the ground state has -15.32
     what = "ground state of an Ising chain, 30 steps"
-    record("NetKet", "`--jax`", what, "the energies of one process with 2 devices, to 1e-6", "runs")
+    record("NetKet", "`--jax`", what, "the energies of one process with 2 devices, to 1e-6", "not run")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_deepmd_trains_by_tensorflow(water: Path) -> None:
     assert curve[-1, 1] < curve[0, 1] / 2
     assert "receive global variables from task#0" in said.stderr + said.stdout
     what = "`dp --tf train` on molecules like water, 40 steps"
-    record("deepmd-kit", "`--horovod`", what, f"error {curve[0, 1]:.2f} to {curve[-1, 1]:.2f}", "")
+    record("deepmd-kit", "`--horovod`", what, f"error {curve[0, 1]:.2f} to {curve[-1, 1]:.2f}", NO_HOROVOD)
 
 
 def _told_by_ranks(folder: Path) -> list[dict[str, Any]]:
@@ -120,7 +121,7 @@ def test_optuna_tries_on_groups_of_ranks() -> None:
     assert said.count("accuracy") == 4
     assert "best of 4 trials on 2 groups" in said
     what = "[trials on groups of ranks](optuna.md), 4 ranks"
-    record("optuna", "lines of multiring", what, "4 trials on 2 groups", "")
+    record("optuna", "lines of multiring", what, "4 trials on 2 groups", "not run")
 
 
 def test_horovod_is_there_for_pytest_and_python() -> None:
