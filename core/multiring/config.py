@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from multiring.settings import Settings
 
 __all__ = [
+    "AS_GLOO",
     "VARIABLES",
     "Setting",
     "Variable",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 PREFIX = "MULTIRING_"
+AS_GLOO = f"{PREFIX}AS_GLOO"
+"""The variable by which torch.distributed's "gloo" means multiring."""
 
 
 @dataclass(frozen=True)

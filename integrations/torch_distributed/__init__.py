@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from multiring import config
 from multiring.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ BACKEND = "multiring"
 
 DEVICES = ["cpu", "cuda"]
 """Types of the devices whose tensors it takes; the CPU is one of them, so objects travel there."""
-
-_AS_GLOO = "MULTIRING_AS_GLOO"
 
 # Taken from their modules on first use: this one is imported with torch, by programs that may not need them.
 __getattr__, __dir__ = _lazy_names(__name__, {"ProcessGroup": ".group", "as_gloo": ".gloo_name"})
@@ -51,13 +50,11 @@ def register() -> None:
 
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICES)
         register_rendezvous_handler(BACKEND, _meet_as_launched)
-    if os.environ.get(_AS_GLOO):
-        from multiring import config
+    # Other variables are not looked at: a wrong one is no reason for `import torch` to fail.
+    if config.check({config.AS_GLOO: os.environ.get(config.AS_GLOO, "")}).get("as_gloo"):
+        from multiring.torch_distributed.gloo_name import as_gloo
 
-        if config.check({_AS_GLOO: os.environ[_AS_GLOO]}).get("as_gloo"):
-            from multiring.torch_distributed.gloo_name import as_gloo
-
-            as_gloo()
+        as_gloo()
 
 
 def _create(given: Any, options: Any) -> Any:

@@ -11,6 +11,7 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
+from multiring.config import AS_GLOO
 from multiring.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["as_gloo", "gloo_is_ours", "use_interfaces_of_gloo"]
 
-_VARIABLE = "MULTIRING_AS_GLOO"
 _GLOO = "gloo"
 # The function of torch.distributed.distributed_c10d, and the argument that names the backend.
 _MAKER, _ARGUMENT = "_new_process_group_helper", "backend"
@@ -49,12 +49,12 @@ def as_gloo() -> None:
     if theirs is None or _ARGUMENT not in inspect.signature(theirs).parameters:
         raise UsageError(
             f"torch {torch.__version__} makes process groups in a way that this version of multiring does "
-            f"not know: unset {_VARIABLE}, and name the backend 'multiring' in the program"
+            f"not know: unset {AS_GLOO}, and name the backend 'multiring' in the program"
         )
     if dist.is_initialized():
         raise UsageError("as_gloo() comes too late: call it before torch.distributed.init_process_group()")
     setattr(distributed_c10d, _MAKER, _wrapped(theirs))
-    os.environ[_VARIABLE] = "1"
+    os.environ[AS_GLOO] = "1"
 
 
 def gloo_is_ours() -> bool:

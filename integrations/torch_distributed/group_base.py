@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from multiring import errors
 from multiring.communicator import Communicator
+from multiring.config import AS_GLOO
 from multiring.errors import MultiringError, UsageError
 from multiring.initialization import adopt, release
 from multiring.torch_distributed import BACKEND, DEVICES, old_torch
@@ -235,7 +236,7 @@ class GroupBase(dist.ProcessGroup):
             made_as = distributed_c10d._world.pg_backend_config.get(self, "")
             owner = dict(each.split(":") for each in made_as.split(",") if ":" in each).get("cuda", BACKEND)
             if owner != BACKEND:
-                without = "" if self.backend_name == BACKEND else ", or run without MULTIRING_AS_GLOO"
+                without = "" if self.backend_name == BACKEND else f", or run without {AS_GLOO}"
                 raise UsageError(
                     f"{what} of a tensor on {device}: this group was made as {made_as!r}, and torch "
                     f"{torch.__version__} gives all its tensors to the backend 'multiring'. Make a second "

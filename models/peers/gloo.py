@@ -7,7 +7,9 @@ import tempfile
 from pathlib import Path
 
 from multiring import Communicator
+from multiring.config import AS_GLOO
 from multiring.errors import UsageError
+from multiring.torch_distributed.gloo_name import gloo_is_ours
 
 __all__ = ["GlooGroup", "TorchGroup"]
 
@@ -54,8 +56,6 @@ class GlooGroup(TorchGroup):
     """
 
     def __init__(self, comm: Communicator) -> None:
-        if os.environ.get("MULTIRING_AS_GLOO") == "1":
-            raise UsageError(
-                "this compares with Gloo, and MULTIRING_AS_GLOO=1 makes that multiring: unset it"
-            )
+        if gloo_is_ours():
+            raise UsageError(f"this compares with Gloo, and {AS_GLOO}=1 makes that multiring: unset it")
         super().__init__(comm, "gloo")

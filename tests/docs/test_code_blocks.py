@@ -33,7 +33,7 @@ RUN_ELSEWHERE = {
     "docs/tutorial.md": ("docs/test_tutorial.py", "docs/tutorial.md"),
     "docs/transformers.md": ("adapters/test_trainer_failures.py", 'group("multiring")'),
     "docs/keras.md": ("adapters/tensorflow/test_tensorflow_keras.py", "mt.callbacks.MetricAverage()"),
-    "docs/reference/horovod.md": ("adapters/horovod/test_horovodrun.py", "multiring.horovod.install()"),
+    "docs/reference/horovod.md": ("adapters/horovod/test_horovod_scripts.py", "multiring.horovod.install()"),
     "docs/torch-distributed.md": ("adapters/torch_distributed/test_dist_launchers.py", 'group("multiring")'),
 }
 # Blocks that need more than ranks on this host, by page, number and the reason.

@@ -41,7 +41,7 @@ __all__ = [
 
 _log = logging.getLogger("multiring")
 
-# What rank 0 leaves in the place of a secret that the user has given to all ranks.
+# Rank 0 leaves this word in the place of a secret that the user has given to all ranks.
 _OWN_SECRET = b"own"
 # How a warning of a long wait ends.
 HOW_TO_SILENCE = "; set MULTIRING_STALL_WARNING to change or silence this warning"

@@ -129,7 +129,9 @@ def main(rank=None, url=None):
     dist.init_process_group("gloo", **place)
     tensor = torch.full((3,), dist.get_rank() + 1.0)
     dist.all_reduce(tensor)
-    print("made by", type(dist.group.WORLD).__module__, dist.get_backend(), tensor.tolist(), flush=True)
+    made_by = type(dist.group.WORLD).__module__
+    # One string: torchrun's ranks write into one pipe, and `print` writes each of its arguments by itself.
+    print(f"made by {made_by} {dist.get_backend()} {tensor.tolist()}", flush=True)
     dist.destroy_process_group()
 
 if __name__ == "__main__":

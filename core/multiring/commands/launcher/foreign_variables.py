@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from multiring.commands.launcher.hosts import RankSlot
+from multiring.config import AS_GLOO
 from multiring.errors import UsageError
 
 __all__ = [
@@ -119,7 +120,7 @@ def gloo_variables(given: Mapping[str, str]) -> dict[str, str]:
             f"--as-gloo: with {_AUTOLOAD}=0 torch does not load multiring: unset it, or call "
             "multiring.torch_distributed.as_gloo() in the program"
         )
-    return {"MULTIRING_AS_GLOO": "1"}
+    return {AS_GLOO: "1"}
 
 
 def torch_variables(rank: int, size: int, slot: RankSlot) -> dict[str, str]:

@@ -27,7 +27,7 @@ _HINTS: dict[int, str] = {
 # failed: itself, or within the message of a framework's error.
 _EXCEPTION = re.compile(r"(?<!\w)(\w*(?:Error|Exception|Interrupt|Exit))(?=:|$)")
 _SECONDARY = re.compile(r"(?<!\w)(?:PeerLostError|AbortedError)(?=:|$)")
-# What JAX writes before it aborts a process because its coordinator, in rank 0, has ended.
+# JAX writes one of these when its coordinator, in rank 0, has ended; then it aborts the process.
 _COORDINATOR_GONE = re.compile(
     r"JAX distributed service detected fatal errors|CoordinationService/PollForError"
 )
