@@ -276,7 +276,8 @@ import sys
 import multiring.jax_collectives
 {begin}
 mesh = Mesh(np.array(jax.devices()), ("x",))
-print("sum", jax.jit(jnp.sum)(shared(np.arange(4), mesh, P("x"))))
+found = jax.jit(jnp.sum)(shared(np.arange(4), mesh, P("x")))
+print(f"sum {found}")  # One string, since torchrun's ranks share a pipe.
 """
 
 
