@@ -25,7 +25,7 @@ from multiring.rendezvous.offered_store import Party, agree_on_secret, meet
 from multiring.settings import Settings
 from multiring.store import Interrupt, Store
 from multiring.store.base import check_key, check_value, no_such_key
-from multiring.torch_distributed.gloo_name import use_interfaces_of_gloo
+from multiring.torch_distributed.gloo_name import gloo_is_ours, use_interfaces_of_gloo
 
 __all__ = ["GroupStore", "TorchStore", "connect_group"]
 
@@ -147,6 +147,8 @@ def _meet(given: Any, settings: Settings, watch: Interrupt | None) -> tuple[Stor
     if size == 1:
         return GroupStore(given.store), ""
     call = "torch.distributed.init_process_group() or new_group()"
+    if gloo_is_ours():  # a rank without it has made a group of Gloo, which waits for others of Gloo
+        call += f" with {config.AS_GLOO}=1"
     members = ", ".join(map(str, given.global_ranks_in_group))
     return meet(
         *(rank, size, "multiring/", settings.timeout, _opener(given.store, watch), call),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,19 @@ def test_interfaces_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
         settings = Settings(interfaces=["eth2"])
         gloo_name.use_interfaces_of_gloo(settings)
         assert settings.interfaces == ["eth2"]
+
+
+@on_ranks(2)
+def test_who_waits_for_ranks_of_gloo_says_what_they_lack(comm: Communicator) -> None:
+    with shared_store(comm) as store:
+        if comm.rank == 0:
+            place: dict[str, Any] = {"store": store, "rank": 0, "world_size": 2}
+            with (
+                gloo_named(),
+                pytest.raises(errors.TimeoutError, match=r"new_group\(\) with MULTIRING_AS_GLOO=1"),
+            ):
+                dist.init_process_group("gloo", **place, timeout=timedelta(seconds=1))
+        comm.barrier()
 
 
 SCRIPT = """
