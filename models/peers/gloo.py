@@ -9,7 +9,6 @@ from pathlib import Path
 from multiring import Communicator
 from multiring.config import AS_GLOO
 from multiring.errors import UsageError
-from multiring.torch_distributed.gloo_name import gloo_is_ours
 
 __all__ = ["GlooGroup", "TorchGroup"]
 
@@ -56,6 +55,9 @@ class GlooGroup(TorchGroup):
     """
 
     def __init__(self, comm: Communicator) -> None:
+        # Not at the top: that package imports torch, which commands do without until they train.
+        from multiring.torch_distributed.gloo_name import gloo_is_ours
+
         if gloo_is_ours():
             raise UsageError(f"this compares with Gloo, and {AS_GLOO}=1 makes that multiring: unset it")
         super().__init__(comm, "gloo")

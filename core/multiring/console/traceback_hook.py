@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import difflib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +68,23 @@ def _tell_and_show(
     if os.getpid() == process:  # a fork of the rank is none
         with suppress(Exception, KeyboardInterrupt):  # the error itself is what counts
             tell_end()
-    show(kind, error, frames)
+    with _without_interrupts():
+        show(kind, error, frames)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Context in which Ctrl-C has no effect: the process is ending, and its error is to be shown whole."""
+    before = None
+    for _ in range(2):  # the first call may raise for a Ctrl-C that has just come
+        with suppress(KeyboardInterrupt, ValueError):  # the main thread alone is interrupted
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            break
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def traceback_text(error: BaseException, frames: TracebackType | None, *, full: bool = False) -> str:

@@ -130,6 +130,24 @@ def test_after_ctrl_c_one_line_suffices(kind: str, words: tuple[str, ...]) -> No
         assert set(of_rank_0) == {"[0] saved by 0"}
 
 
+@pytest.mark.parametrize("kind", ["short", "full"])
+def test_ctrl_c_while_an_error_is_shown_does_not_spoil_it(kind: str) -> None:
+    script = """
+import os, signal, multiring
+class Shown(Exception):
+    def __str__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return "whole"
+multiring.init()
+raise Shown
+"""
+    ended = run_python(script, QUIET | {"MULTIRING_TRACEBACK": kind})
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("Shown: whole\n")
+    assert ended.stderr.count("Traceback") == 1
+    assert "sys.excepthook" not in ended.stderr
+
+
 class UnknownError(Exception):
     """As TensorFlow has one."""
 
