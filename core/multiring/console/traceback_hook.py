@@ -242,10 +242,11 @@ def _shorten(
         part, inner = getattr(shown, name), getattr(error, name)
         if part is None or inner is None:
             continue
-        if _carried(inner) is None:
-            _shorten(part, inner, inner.__traceback__, seen)
-        elif isinstance(error, MultiringError) and str(_carried(inner)) == str(error):
+        told = _told(inner)
+        if told is not None and isinstance(error, MultiringError) and told in str(error):
             setattr(shown, name, _shown_before(inner, seen))  # it says the same
+        elif _carried(inner) is None:
+            _shorten(part, inner, inner.__traceback__, seen)
         else:
             setattr(shown, name, None if id(inner) in seen else _shortened(inner, inner.__traceback__, seen))
     if isinstance(error, BaseExceptionGroup):

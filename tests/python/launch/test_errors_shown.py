@@ -148,6 +148,20 @@ raise Shown
     assert "sys.excepthook" not in ended.stderr
 
 
+def test_an_error_that_repeats_its_cause_is_shown_alone() -> None:
+    """As the backend of torch.distributed raises torch's own kind of error from one of multiring."""
+    try:
+        try:
+            raise errors.PeerLostError("rank 0 on a, lost rank 1")
+        except errors.PeerLostError as lost:
+            raise errors.PeerLostError(f"{lost} [process group '0', rank 0]") from lost
+    except errors.PeerLostError as error:
+        shown = traceback_text(error, error.__traceback__)
+        full = traceback_text(error, error.__traceback__, full=True)
+    assert shown.count("Traceback") == 1
+    assert full.count("Traceback") == 2
+
+
 class UnknownError(Exception):
     """As TensorFlow has one."""
 
