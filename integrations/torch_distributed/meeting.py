@@ -6,96 +6,31 @@ secret by which they know each other's connections is left there too: who can re
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import distributed_c10d
 
 from multiring import config
 from multiring.communicator import Communicator
 from multiring.console.traceback_hook import install_hook
-from multiring.errors import MultiringError, PeerLostError, UsageError
+from multiring.errors import MultiringError, UsageError
 from multiring.initialization import begin_job
 from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
 from multiring.rendezvous.joined import tell_end
-from multiring.rendezvous.offered_store import Party, agree_on_secret, meet
+from multiring.rendezvous.offered_store import Party, agree_on_secret
 from multiring.settings import Settings
-from multiring.store import Interrupt, Store
-from multiring.store.base import check_key, check_value, no_such_key
+from multiring.store import Interrupt
 from multiring.torch_distributed.gloo_name import gloo_is_ours, use_interfaces_of_gloo
+from multiring.torchrun.store import TorchStore
 
-__all__ = ["GroupStore", "TorchStore", "connect_group"]
+__all__ = ["connect_group"]
 
-# A look at torch's store costs its host little, but thousands of ranks may look.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _ONE_GROUP_A_CALL = (
     "all ranks have to call new_group() with the same ranks, in the same order; pass "
     "use_local_synchronization=True to make groups of different ranks in one place"
 )
-
-
-class TorchStore(Protocol):
-    """What is needed of a store of torch; any error of it is a RuntimeError."""
-
-    def set(self, key: str, value: Any) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-
-class GroupStore(Store):
-    """A store of torch as one of ours.
-
-    Args:
-        store: It.
-        prefix: How the keys begin there.
-        watch: Called while a key is awaited; raises what ends the wait.
-    """
-
-    def __init__(self, store: TorchStore, prefix: str = "", watch: Interrupt | None = None) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._watch = watch
-
-    def __str__(self) -> str:
-        return f"store of the process group, a torch {type(self._store).__name__}"
-
-    def set(self, key: str, value: bytes, interrupt: Interrupt | None = None) -> None:
-        check_key(key)
-        check_value(key, value)
-        try:
-            self._store.set(self._prefix + key, value)
-        except RuntimeError as error:
-            raise self._gone(error) from error
-
-    def get(self, key: str, timeout: float, interrupt: Interrupt | None = None) -> bytes:
-        # Asked again and again: a store of torch that waits for a key answers no other thread meanwhile.
-        check_key(key)
-        key, deadline, pause = self._prefix + key, time.monotonic() + timeout, _FIRST_PAUSE
-        try:
-            while not self._store.check([key]):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise no_such_key(key, str(self), timeout)
-                for call in (interrupt, self._watch):
-                    if call is not None:
-                        call()
-                time.sleep(min(pause, left))
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            return bytes(self._store.get(key))
-        except RuntimeError as error:
-            raise self._gone(error) from error
-
-    def _gone(self, error: RuntimeError) -> PeerLostError:
-        reason = str(error).strip().partition("\n")[0]
-        return PeerLostError(
-            f"the {self} is gone, or cannot be reached: {reason}. The process that serves it (rank 0, or "
-            "torchrun) may have ended: look at its output"
-        )
 
 
 def connect_group(given: Any) -> Communicator:
@@ -125,11 +60,10 @@ def connect_group(given: Any) -> Communicator:
     if is_world:
         install_hook(settings.traceback)
     watch = None if is_world else _member_watch(given)
-    store, prefix = _meet(given, settings, watch)
+    store = _store(given, _meet(given, settings, watch), watch)
     try:
-        secret = agree_on_secret(store, f"{prefix}secret", rank, settings)
-        members = GroupStore(given.store, prefix, watch)
-        core = connect_members(members, rank, size, settings, job=f"torch {given.group_id}", secret=secret)
+        secret = agree_on_secret(store, "secret", rank, settings)
+        core = connect_members(store, rank, size, settings, job=f"torch {given.group_id}", secret=secret)
     except MultiringError as error:
         error.args = (f"process group {given.group_id!r}: {error}",)
         raise
@@ -140,20 +74,24 @@ def connect_group(given: Any) -> Communicator:
     return joined
 
 
-def _meet(given: Any, settings: Settings, watch: Interrupt | None) -> tuple[Store, str]:
-    """The store, and how keys begin that belong to this meeting: torch's outlives process groups, and later
+def _store(given: Any, prefix: str, watch: Interrupt | None) -> TorchStore:
+    name = f"store of the process group, a torch {type(given.store).__name__}"
+    return TorchStore(given.store, name, prefix, watch)
+
+
+def _meet(given: Any, settings: Settings, watch: Interrupt | None) -> str:
+    """Return how keys begin that belong to this meeting: torch's store outlives process groups, and later
     ones have the same names."""
     rank, size = given.group_rank, given.group_size
     if size == 1:
-        return GroupStore(given.store), ""
+        return ""
     call = "torch.distributed.init_process_group() or new_group()"
     if gloo_is_ours():  # a rank without it has made a group of Gloo, which waits for others of Gloo
         call += f" with {config.AS_GLOO}=1"
     members = ", ".join(map(str, given.global_ranks_in_group))
-    return meet(
-        *(rank, size, "multiring/", settings.timeout, _opener(given.store, watch), call),
-        Party(f"the group of ranks {members}" if members else "", _ONE_GROUP_A_CALL),
-        settings.stall_warning,
+    party = Party(f"the group of ranks {members}" if members else "", _ONE_GROUP_A_CALL)
+    return _store(given, "", watch).meet(
+        rank, size, "multiring/", settings.timeout, call, party, settings.stall_warning
     )
 
 
@@ -172,17 +110,3 @@ def _member_watch(given: Any) -> Interrupt | None:
             raise lost
 
     return watch
-
-
-def _opener(store: TorchStore, watch: Interrupt | None) -> Callable[[float], Store]:
-    opened: list[GroupStore] = []
-
-    def reopen(_: float) -> Store:
-        if opened:  # torch has opened it, and it is gone
-            if watch is not None:
-                watch()
-            raise PeerLostError(f"the {opened[0]} is gone: look at the output of rank 0, or of torchrun")
-        opened.append(GroupStore(store, watch=watch))
-        return opened[0]
-
-    return reopen

@@ -147,30 +147,27 @@ def _warn(settings: Settings, message: str) -> None:
 
 @contextmanager
 def _telling_if_late(placement: Placement, settings: Settings) -> Iterator[None]:
-    """Warns if this rank waits where ranks meet: rank 1, and one of each host. Whom rank 0 waits for it says
-    itself."""
-    whom = "rank 0, which has not come, or waits for others itself"
-    if placement.launcher == "multiring":
-        whom = "the store of multiring run, which cannot be reached"
+    """Warn if this rank waits for the store of `multiring run`."""
     timer = threading.Timer(
         settings.stall_warning,
         lambda: tell(
             f"rank {placement.rank} of {placement.size} has waited {settings.stall_warning:g} s in init for "
-            f"{whom}{offered_store.HOW_TO_SILENCE}"
+            f"the store of multiring run, which cannot be reached{offered_store.HOW_TO_SILENCE}"
         ),
     )
     timer.daemon = True
-    if (
-        settings.stall_warning > 0
-        and placement.rank > 0
-        and (placement.rank == 1 or placement.local_rank == 0)
-    ):
+    if _warns(placement) and settings.stall_warning > 0:
         with suppress(RuntimeError):  # no thread is left
             timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def _warns(placement: Placement) -> bool:
+    """Whether this rank warns of a long wait for others: one rank of each host, and rank 1."""
+    return placement.rank == 1 or placement.local_rank == 0
 
 
 def _connect_mpi(job: mpi_job.MpiJob, settings: Settings) -> Connected:
@@ -192,8 +189,7 @@ def _connect_launched(placement: Placement, settings: Settings, generation: int)
     with ExitStack() as stack:
         store: _Prefixed | None = None
         if placement.size > 1:
-            with _telling_if_late(placement, settings):
-                placement, opened, prefix = _meet(placement, settings, generation)
+            placement, opened, prefix = _meet(placement, settings, generation)
             stack.enter_context(opened)
             store = _Prefixed(opened, prefix)
             options.hosts = _hosts_of_ranks(placement, opened)
@@ -223,14 +219,15 @@ def _meet(placement: Placement, settings: Settings, generation: int) -> tuple[Pl
         importlib.import_module(_MEETINGS[placement.launcher]) if placement.launcher in _MEETINGS else None
     )
     if meeting is not None and meeting.is_meant(placement):
-        placement, store = meeting.meet(placement, settings)
-        return placement, store, f"{placement.job_id}/"  # another one each time
+        found: tuple[Placement, Store, str] = meeting.meet(placement, settings)
+        return found
     prefix = f"generation-{generation}/"
     if placement.launcher == "slurm" and not settings.store:
         # What follows from the job's name may be what follows from another one's. All ranks know the name.
         prefix = f"{placement.job_id}/{prefix}"
     if placement.launcher == "multiring":  # which has made the store for this job
-        return placement, _open(placement, settings, settings.timeout), prefix
+        with _telling_if_late(placement, settings):
+            return placement, _open(placement, settings, settings.timeout), prefix
     reopen = functools.partial(_open, placement, settings)
     return placement, *offered_store.meet(
         placement.rank,
@@ -239,7 +236,7 @@ def _meet(placement: Placement, settings: Settings, generation: int) -> tuple[Pl
         settings.timeout,
         reopen,
         party=offered_store.Party(f"job '{placement.launcher_job}'" if placement.launcher_job else ""),
-        warn_after=settings.stall_warning,
+        warn_after=settings.stall_warning if _warns(placement) else 0.0,
     )
 
 

@@ -14,7 +14,7 @@ from multiring.rendezvous.placement import Job, Placement, host_count, meeting_a
 
 __all__ = ["FOREIGN", "TORCHRUN_SCHEME"]
 
-# Ranks meet by torchrun's store at that host and port, in the run of that name.
+# Ranks meet at torchrun's store at that host and port, in the run of that name.
 TORCHRUN_SCHEME = "torchrun://"
 
 # Tasks of TF_CONFIG that train, in the order of the ranks; the pools are what Vertex AI calls them.

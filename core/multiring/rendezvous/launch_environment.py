@@ -3,8 +3,8 @@
 Recognised, the first that fits: `multiring run`, and those of `foreign.FOREIGN`. Foreign launchers bring no
 store of ours, so their ranks meet in a directory whose name every rank of the job derives alike and that no
 other job, nor another run of the same job, derives. On several hosts that is a port of the first one where
-the launcher names the hosts (srun, TF_CONFIG, SageMaker), and of rank 0's host under torchrun, whose own
-store says where (integrations/torchrun); others have to be told.
+the launcher names the hosts (srun, TF_CONFIG, SageMaker), and torchrun's own store under torchrun
+(integrations/torchrun); others have to be told.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
 import sys
 import threading
@@ -16,9 +16,8 @@ from multiring import errors
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
 from multiring.rendezvous.launch_environment import Placement
-from multiring.rendezvous.offered_store import offer_store
 from multiring.settings import Settings
-from multiring.store import Store, TcpStore
+from multiring.store import Store
 from multiring.torchrun import meeting as torchrun
 from tests.python.rendezvous.test_launch_environment import TORCHRUN, variables
 from tests.support import wait_until
@@ -27,7 +26,7 @@ ENVIRON = TORCHRUN | variables("""
     WORLD_SIZE=4 GROUP_WORLD_SIZE=2 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True
 """)
 ENVIRON["TORCHELASTIC_RUN_ID"] = "a job/7"
-KEY = "multiring//a job/7"
+PREFIX = "multiring/a job/7/"
 SECRET = "cd" * 16
 
 
@@ -36,14 +35,15 @@ class FakeTorchStore:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.asked: set[int] = set()  # threads that have looked
         self.gone = False
 
     def connect(self, host: str, port: int, timeout: float) -> FakeTorchStore:
         assert (host, port) == ("localhost", 29500)
         return self
 
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
 
     def get(self, key: str) -> bytes:
         return self.values[key]
@@ -51,10 +51,11 @@ class FakeTorchStore:
     def check(self, keys: list[str]) -> bool:
         if self.gone:
             raise RuntimeError("Connection reset by peer\nand a stack")
+        self.asked.add(threading.get_ident())
         return all(key in self.values for key in keys)
 
 
-Meeting = Future[tuple[Placement, Store]]
+Meeting = Future[tuple[Placement, Store, str]]
 Join = Callable[..., list[Meeting]]
 
 
@@ -75,17 +76,19 @@ def place(rank: int, more: Mapping[str, str] | None = None) -> Placement:
     return launch_environment.detect({**ENVIRON, **local, **(more or {})})
 
 
-def meet(rank: int, torch_store: FakeTorchStore, **settings: Any) -> tuple[Placement, Store]:
+def meet(rank: int, torch_store: FakeTorchStore, **settings: Any) -> tuple[Placement, Store, str]:
     return torchrun.meet(place(rank), Settings(**{"timeout": 20.0, **settings}), torch_store.connect)
 
 
 def assert_together(found: list[Meeting]) -> tuple[str, bytes | None]:
     """Each reads what any has written; the job's name and secret."""
     results = [future.result(30) for future in found]
-    for _, store in results:
-        with store:
-            store.set(f"from {id(store)}", b"x")
-    (told,) = {(place.job_id, place.secret) for place, _ in results}
+    (begin,) = {begin for _, _, begin in results}
+    for place, store, _ in results:
+        store.set(f"{begin}from {place.rank}", b"x")
+    for (_, store, _), (place, _, _) in itertools.product(results, results):
+        assert store.get(f"{begin}from {place.rank}", 0.0) == b"x"
+    (told,) = {(place.job_id, place.secret) for place, _, _ in results}
     return told
 
 
@@ -105,8 +108,8 @@ def test_torchruns_store_is_left_alone_where_there_is_another_one() -> None:
 
 def test_ranks_meet_again_and_again(join: Join, torch_store: FakeTorchStore) -> None:
     told = [assert_together(join((3, 1, 2, 0))) for _ in range(3)]
-    assert len({job for job, _ in told}) == 3
-    assert list(torch_store.values) == [KEY]
+    assert len({job for job, _ in told}) == len({secret for _, secret in told}) == 3
+    assert {key[: len(PREFIX)] for key in torch_store.values} == {PREFIX}
 
 
 def test_a_secret_of_the_users_own_is_not_left_in_torchruns_store(
@@ -114,83 +117,62 @@ def test_a_secret_of_the_users_own_is_not_left_in_torchruns_store(
 ) -> None:
     _, secret = assert_together(join((3, 1, 2, 0), secret=bytes.fromhex(SECRET)))
     assert secret == bytes.fromhex(SECRET)
-    assert b"secret" not in torch_store.values[KEY]
-    assert SECRET.encode() not in torch_store.values[KEY]
+    assert not [value for value in torch_store.values.values() if SECRET.encode() in value or secret in value]
 
 
-def test_a_rank_without_the_users_secret_is_told_so(torch_store: FakeTorchStore) -> None:
-    torch_store.set(KEY, json.dumps({"job": "x", "addresses": [["localhost", 1]]}))
+def test_a_rank_without_the_users_secret_is_told_so(join: Join) -> None:
+    with_secret = join((0, 2, 3), secret=bytes.fromhex(SECRET))
+    (without,) = join((1,))
     with pytest.raises(UsageError, match="rank 0 has a MULTIRING_SECRET and this rank has none"):
-        meet(1, torch_store)
+        without.result(30)
+    assert_together(with_secret)
 
 
-# What a rank 0 that still serves its store may have offered before a restart elsewhere.
-STALE: dict[str, dict[str, Any]] = {
-    "gone": {"addresses": [("127.0.0.1", 1)]},
-    "of others now": {"secret": "ab" * 32},
-    "already called": {},
-    "never called": {},
-}
-
-
-@pytest.mark.parametrize("what", STALE)
 def test_what_lies_there_from_before_a_restart_is_passed_over(
-    join: Join, torch_store: FakeTorchStore, what: str
+    join: Join, torch_store: FakeTorchStore
 ) -> None:
-    offer = {**offer_store([]), **STALE[what]}
-    torch_store.set(KEY, json.dumps(offer))
-    if what == "already called":
-        with store_of(offer) as store:
-            store.set(f"{offer['job']}/confirmed", json.dumps(["0" * 16] * 3).encode())
-    looked = threading.Event()
-    check = torch_store.check
-    torch_store.check = lambda keys: looked.set() or check(keys)  # type: ignore[method-assign]
-    others = join((1, 2, 3))
-    assert looked.wait(10)
-    told, _ = assert_together([*others, *join((0,))])
-    assert offer["job"] not in told
-
-
-def store_of(offer: Mapping[str, Any]) -> TcpStore:
-    return TcpStore(*offer["addresses"][-1], bytes.fromhex(offer["secret"]))
+    """Ranks that have met, and ranks whose rank 0 has called them and died."""
+    stale = {assert_together(join((3, 1, 2, 0)))[0]}
+    for _ in range(2):
+        torch_store.asked.clear()
+        others = join((1, 2, 3))
+        wait_until(lambda: len(torch_store.asked) == 3, "the others")
+        job, _ = assert_together([*others, *join((0,))])
+        assert job not in stale
+        stale.add(job)
+        torch_store.set(f"{PREFIX}meeting", b"called-and-died ")
 
 
 def test_a_rank_that_was_restarted_signs_in_anew(join: Join, torch_store: FakeTorchStore) -> None:
     """While rank 0 waits for others: what its predecessor has left is not read out."""
     first = join((0,))
-    wait_until(lambda: KEY in torch_store.values, "the offer")
-    offer = json.loads(torch_store.values[KEY])
-    with store_of(offer) as store:
-        store.set(f"{offer['job']}/ranks/1", b"of the one before")
-        again = join((1,))
-        wait_until(lambda: store.get(f"{offer['job']}/ranks/1", 1.0) != b"of the one before", "rank 1")
+    wait_until(lambda: f"{PREFIX}meeting" in torch_store.values, "the call")
+    entry = f"{PREFIX}{torch_store.values[f'{PREFIX}meeting'].decode().strip()}/ranks/1"
+    torch_store.set(entry, b"of the one before")
+    again = join((1,))
+    wait_until(lambda: torch_store.values[entry] != b"of the one before", "rank 1")
     assert_together([*first, *again, *join((2, 3))])
 
 
 def test_missing_ranks_are_named(torch_store: FakeTorchStore, caplog: pytest.LogCaptureFixture) -> None:
     write = torch_store.set
 
-    def offered(key: str, value: str) -> None:
+    def called(key: str, value: bytes) -> None:
         write(key, value)
-        offer = json.loads(value)
-        with store_of(offer) as store:
-            store.set(f"{offer['job']}/ranks/2", b"here")
+        write(f"{PREFIX}{value.decode().strip()}/ranks/2", b"here")
 
-    torch_store.set = offered  # type: ignore[method-assign]
-    words = r"rank 0 of 4 waits for ranks 1, 3, .* by torchrun's store at localhost:29500 within 2 s"
-    with pytest.raises(errors.TimeoutError, match=words) as caught:
+    torch_store.set = called  # type: ignore[method-assign]
+    at = "at the store of torchrun at localhost:29500"
+    with pytest.raises(
+        errors.TimeoutError, match=rf"rank 0 of 4 has waited {at} for ranks 1, 3: they have not"
+    ):
         meet(0, torch_store, timeout=2.0, stall_warning=0.1)
     (warning,) = caplog.messages
-    assert re.search(
-        r"rank 0 of 4 has waited .* in multiring.init\(\) at port .* for ranks 1, 3: "
-        r"still importing, not started",
-        warning,
-    )
-    assert "MULTIRING_STORE and MULTIRING_SECRET" in str(caught.value)
+    assert re.search(rf"rank 0 of 4 has waited .* in multiring.init\(\) {at} for ranks 1, 3: still", warning)
 
 
 def test_a_rank_0_that_says_nothing_is_named(torch_store: FakeTorchStore) -> None:
-    words = r"rank 1 of 4 has found no store of rank 0 .*29500 within 0\.1 s: it has not said where"
+    words = r"rank 1 of 4 .*localhost:29500 for rank 0, which has not called multiring.init\(\)"
     with pytest.raises(errors.TimeoutError, match=words) as caught:
         meet(1, torch_store, timeout=0.1)
     assert (caught.value.rank, caught.value.peer) == (1, 0)
@@ -204,7 +186,12 @@ def test_a_store_that_cannot_be_reached_is_told(torch_store: FakeTorchStore) -> 
     with pytest.raises(UsageError, match=words):
         torchrun.meet(place(3), Settings(), connect)
     torch_store.gone = True
-    with pytest.raises(UsageError, match="where the ranks meet: Connection reset by peer. See"):
+    gone = "the store of torchrun at localhost:29500 is gone, or cannot be reached: Connection reset by peer"
+    with pytest.raises(errors.PeerLostError, match=gone):
+        meet(0, torch_store)
+    with pytest.raises(
+        errors.PeerLostError, match="torchrun at localhost:29500 is gone: look at the output of"
+    ):
         meet(1, torch_store)
 
 
