@@ -32,6 +32,7 @@ FULL = {
         "jax/test_jax_correctness.py",
         "jax/test_jax_state_check.py",
         "jax/test_jax_training.py",
+        "jax_collectives/test_checkpoints.py",
         "jax_collectives/test_sharded_programs.py",
         "pytensor/test_pytensor_graphs.py",
         "tensorflow/test_tensorflow_callbacks.py",
@@ -64,7 +65,7 @@ FULL = {
         "test_remote_launch.py",
         "test_torchrun.py",
     ],
-    "projects": ["test_ignite_suite.py", "test_programs.py"],
+    "projects": ["test_ignite_suite.py", "test_previous_jax.py", "test_programs.py"],
     "python": [
         "benchmarks/test_bench.py",
         "benchmarks/test_bench_collectives.py",
