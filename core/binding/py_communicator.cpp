@@ -16,6 +16,7 @@
 
 #include "binding/arrays/plain_call.h"
 #include "binding/arrays/result.h"
+#include "binding/errors.h"
 #include "binding/fork_lock.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
