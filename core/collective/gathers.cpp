@@ -87,7 +87,7 @@ struct Pieces {
 Pieces pieces_of(const Exchange& exchange, const Operation& operation) {
   // key.count is the number of elements in a row.
   const std::size_t row_bytes = operation.descriptor.key.count * operation.element_size();
-  Pieces pieces{exchange.board().rows(), row_bytes};
+  Pieces pieces{exchange.board().each(&Descriptor::rows), row_bytes};
   for (const std::uint64_t rows : pieces.rows) {
     pieces.longest = std::max(pieces.longest, rows * row_bytes);
     pieces.total += rows * row_bytes;

@@ -23,7 +23,13 @@ class MULTIRING_API Board : Immovable {
   int size() const { return size_; }
   std::uint64_t round() const { return round_; }
   /// Begins the next round, in which this rank asks for `descriptor`.
-  void begin(const Descriptor& descriptor);
+  void begin(const Descriptor& descriptor) {
+    static_assert(sizeof(Descriptor) <= Rounds::kUserHeaderBytes);
+    ++round_;
+    auto* header = reinterpret_cast<Descriptor*>(transport_.header(transport_.rank(), round_));
+    *header = descriptor;
+    header->round = round_;
+  }
 
   const Descriptor& of(int rank) const {
     return *reinterpret_cast<const Descriptor*>(transport_.header(rank, round_));
@@ -36,10 +42,13 @@ class MULTIRING_API Board : Immovable {
       if (is(rank)) return rank;
     return -1;
   }
-  /// Returns the number of rows of each rank.
-  std::vector<std::uint64_t> rows() const;
-  /// Returns the device that each rank offers to work on, by the rank's own number.
-  std::vector<int> offered_devices() const;
+  /// Returns a field of each rank's descriptor, by rank.
+  template <class Field>
+  std::vector<Field> each(Field Descriptor::* field) const {
+    std::vector<Field> fields;
+    for (int rank = 0; rank < size_; ++rank) fields.push_back(of(rank).*field);
+    return fields;
+  }
   /// Fills in the address of each rank's array in symmetric memory, moved on by `begin` bytes. `offset`: of
   /// the input, or of the output.
   template <class Pointer>

@@ -47,6 +47,14 @@ std::string advice_on_order(const Elsewhere& elsewhere, const std::vector<int>& 
          "ranks must make stands behind `if comm.rank == 0:`";
 }
 
+[[noreturn]] void throw_waited(const RoundExchange& exchange, const OperationCall& call,
+                               const std::string& what, const ErrorContext& context) {
+  throw Error(ErrorKind::kTimeout,
+              exchange.where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + what +
+                  " MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
+              context);
+}
+
 }  // namespace
 
 bool RoundExchange::differ_in_choice_alone(bool or_order) const {
@@ -134,13 +142,10 @@ void RoundExchange::throw_usage_of(const OperationCall& call, const std::string&
 
 void RoundExchange::throw_for_peer(const OperationCall& call, const WaitResult& result, int peer) const {
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
-  throw Error(
-      ErrorKind::kTimeout,
-      where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " + name_of(peer) +
-          " (process " + std::to_string(transport_.process_id(peer)) +
-          "), which has not done its part. Does it call the matching send or recv? MULTIRING_TIMEOUT or "
-          "the timeout argument set how long to wait.",
-      context(call, peer));
+  throw_waited(*this, call,
+               " for " + name_of(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
+                   "), which has not done its part. Does it call the matching send or recv?",
+               context(call, peer));
 }
 
 void RoundExchange::throw_for_any(const OperationCall& call, const WaitResult& result, const AnySource& any,
@@ -151,12 +156,10 @@ void RoundExchange::throw_for_any(const OperationCall& call, const WaitResult& r
   if (one && timeout && told.empty()) throw_for_peer(call, result, any.sources().front());
   const std::string names = names_of(any.sources());
   if (timeout)
-    throw Error(ErrorKind::kTimeout,
-                where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) +
-                    " for a message of " + (one ? "" : "any of ") + names +
-                    (told.empty() ? ", none of which has sent one" : ": " + told) +
-                    ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-                context(call, one ? any.sources().front() : -1));
+    throw_waited(*this, call,
+                 " for a message of " + (one ? names : "any of " + names) +
+                     (told.empty() ? ", none of which has sent one" : ": " + told) + ".",
+                 context(call, one ? any.sources().front() : -1));
   if (result.outcome != WaitResult::Outcome::kPeerLost || one || !any.all_ended()) throw_for(call, result);
   throw_if_aborted(call);
   const std::string cause = cause_of_leaving(call, result.peer);
@@ -172,13 +175,12 @@ void RoundExchange::throw_in_progress(const OperationCall& call, const WaitResul
   const std::string late = peer < 0 ? "other ranks"
                                     : name_of(peer) + " on " + transport_.host(peer) + " (process " +
                                           std::to_string(transport_.process_id(peer)) + ")";
-  throw Error(
-      ErrorKind::kTimeout,
-      where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ", at last for " + late +
-          ". All ranks are in this operation: one of them is stopped, which may be another one that "
-          "this one waits for, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped process "
-          "as T. MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-      context(call, peer));
+  throw_waited(*this, call,
+               ", at last for " + late +
+                   ". All ranks are in this operation: one of them is stopped, which may be another one that "
+                   "this one waits for, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped "
+                   "process as T.",
+               context(call, peer));
 }
 
 std::string RoundExchange::describe_missing(const Stragglers& absent) const {
@@ -208,8 +210,8 @@ void RoundExchange::throw_timeout(const OperationCall& call) const {
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
     if (transport_.has_reached(peer, round())) came.push_back(peer);
-  std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
-                     missing_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
+  std::string text =
+      " for " + missing_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
   for (const int peer : absent.late) {
     std::string last = last_operation_text(
         peer, transport_.is_watched(peer) ? ", alive) was last in " : ") was last heard of in ");
@@ -219,19 +221,14 @@ void RoundExchange::throw_timeout(const OperationCall& call) const {
   const std::string advice = advice_on_order(elsewhere_, absent.late);
   text += advice.empty() ? "" : advice + ". ";
   text += "See where it is with `py-spy dump --pid " +
-          std::to_string(transport_.process_id(absent.late.front())) +
-          "`; MULTIRING_TIMEOUT or the timeout argument set how long to "
-          "wait.";
-  throw Error(ErrorKind::kTimeout, text, context(call, absent.late.front()));
+          std::to_string(transport_.process_id(absent.late.front())) + "`;";
+  throw_waited(*this, call, text, context(call, absent.late.front()));
 }
 
 /// What ranks publish may be forwarded by others, which may stop after they have come themselves.
 void RoundExchange::throw_not_forwarded(const OperationCall& call, const Stragglers& missing) const {
-  throw Error(ErrorKind::kTimeout,
-              where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ": " +
-                  not_forwarded_text(missing.forwarding, transport_) +
-                  ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-              context(call, missing.forwarding.empty() ? -1 : missing.forwarding.front()));
+  throw_waited(*this, call, ": " + not_forwarded_text(missing.forwarding, transport_) + ".",
+               context(call, missing.forwarding.empty() ? -1 : missing.forwarding.front()));
 }
 
 void RoundExchange::throw_lost(const OperationCall& call, const WaitResult& result) const {

@@ -144,7 +144,7 @@ bool NcclGroups::prepare(RoundExchange& exchange, const OperationCall& call, con
 
 nccl::Communicator* NcclGroups::find(RoundExchange& exchange, const OperationCall& call,
                                      const Operation& operation) {
-  std::vector<int> devices = exchange.board().offered_devices();
+  std::vector<std::int8_t> devices = exchange.board().each(&Descriptor::offered_device);
   if (const auto found = made_.find(devices); found != made_.end()) return found->second.get();
 
   // What connects may wait for all that the device does, and could not be ended.

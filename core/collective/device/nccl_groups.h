@@ -61,7 +61,7 @@ class NcclGroups : Immovable {
   nccl::Communicator* find(RoundExchange& exchange, const OperationCall& call, const Operation& operation);
   void tell(const RoundExchange& exchange, const std::string& refusal) const;
 
-  std::map<std::vector<int>, std::unique_ptr<nccl::Communicator>> made_;  // by rank; null: not usable
+  std::map<std::vector<std::int8_t>, std::unique_ptr<nccl::Communicator>> made_;  // by rank; null: not usable
   nccl::Communicator* running_ = nullptr;  // agreed on for the operation in progress, or one that has failed
   std::vector<std::shared_ptr<std::byte>> used_;  // which it writes to
   NcclScope scope_ = NcclScope::kHost;

@@ -57,7 +57,7 @@ std::string PeerMemory::make(RoundExchange& exchange, const OperationCall& call,
 
 bool PeerMemory::prepare(RoundExchange& exchange, const OperationCall& call, const Operation& operation) {
   agreed_ = nullptr;
-  const auto [found, is_new] = made_.try_emplace(exchange.board().offered_devices());
+  const auto [found, is_new] = made_.try_emplace(exchange.board().each(&Descriptor::offered_device));
   std::unique_ptr<PeerBuffers>& buffers = found->second;
   if (!is_new && buffers == nullptr) return false;
   // Ranks may have different numbers of rows.

@@ -50,7 +50,7 @@ class MULTIRING_API PeerMemory : Immovable {
                    std::size_t bytes, std::unique_ptr<PeerBuffers>& buffers);
   void tell(const std::string& refusal, bool of_kernels) const;
 
-  std::map<std::vector<int>, std::unique_ptr<PeerBuffers>> made_;  // by rank; null: not usable
+  std::map<std::vector<std::int8_t>, std::unique_ptr<PeerBuffers>> made_;  // by rank; null: not usable
   std::vector<std::unique_ptr<PeerBuffers>> outgrown_;
   PeerBuffers* agreed_ = nullptr;      // for the operation in progress
   PeerBuffers* running_ = nullptr;     // in an operation, or in one that has failed
