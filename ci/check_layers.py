@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# For each folder of core/, the include paths that its files may use (prefixes).
+# For each folder of core/, the include paths that its files may use (prefixes). An entry for a folder inside
+# it takes the place of the outer one.
 INCLUDES = {
     "base": ("base/",),
     "device": ("base/", "device/"),
@@ -37,6 +38,36 @@ INCLUDES = {
         "transport/hierarchy.h",
         "transport/cluster/mirror_routes.h",  # what an exchange sends, for its predicted cost
         "collective/",
+    ),
+    # What ranks agree on knows nothing of how an operation runs.
+    "collective/agreement": (
+        "base/",
+        "transport/transport.h",
+        "collective/agreement/",
+        "collective/descriptor.h",
+        "collective/kinds.h",
+        "collective/rank_list.h",
+    ),
+    "collective/plan": (
+        "base/",
+        "device/nccl.h",
+        "topology/",
+        "transport/",
+        "collective/descriptor.h",
+        "collective/plan/",
+        "collective/cluster/message_segments.h",
+        "collective/device/device_offers.h",  # staging memory that offers need
+        "collective/staged/sections.h",
+    ),
+    "collective/staged": (
+        "base/",
+        "topology/",
+        "transport/",
+        "collective/agreement/",
+        "collective/operation.h",
+        "collective/staged/",
+        "collective/sums/",
+        "collective/device/device_arrays.h",  # arrays that come part by part
     ),
     "engine": ("base/", "device/", "topology/", "transport/transport.h", "collective/", "engine/"),
     # These two choose the transport, so they see all of them.
@@ -92,9 +123,10 @@ PROGRAMS = {"models", "benchmarks"}
 
 def include_findings() -> Iterator[str]:
     for path in sorted((ROOT / "core").rglob("*")):
-        folder = path.relative_to(ROOT / "core").parts[0]
-        if path.suffix not in {".h", ".cpp", ".inc"} or folder not in INCLUDES:
+        within = [str(each) for each in path.relative_to(ROOT / "core").parents if str(each) in INCLUDES]
+        if path.suffix not in {".h", ".cpp", ".inc"} or not within:
             continue
+        folder = within[0]  # the innermost
         for number, line in enumerate(path.read_text().splitlines(), 1):
             match = re.match(r'\s*#include "([^"]+)"', line)
             if match and not match[1].startswith(INCLUDES[folder]):

@@ -49,11 +49,9 @@ void reduce_direct(Exchange& exchange, const OperationCall& call, const Operatio
                                           static_cast<std::size_t>(exchange.rank()), kCacheLine / element);
   RankPointers<const void*> inputs(exchange.size());
   RankPointers<void*> outputs(exchange.size());
-  for (int rank = 0; rank < exchange.size(); ++rank) {
-    const Descriptor& theirs = exchange.descriptor(rank);
-    inputs[rank] = operation.input_region->part(rank) + theirs.input_offset + slice.begin * element;
-    outputs[rank] = operation.output_region->part(rank) + theirs.output_offset + slice.begin * element;
-  }
+  const std::size_t begin = slice.begin * element;
+  exchange.board().locate(*operation.input_region, &Descriptor::input_offset, begin, inputs.all());
+  exchange.board().locate(*operation.output_region, &Descriptor::output_offset, begin, outputs.all());
   reduce(operation.dtype(), operation.reduction(), inputs.all(), outputs.all(), slice.size());
   exchange.next(call, [] {});
 }
@@ -85,7 +83,7 @@ void reduce_together(Exchange& exchange, const OperationCall& call, Descriptor d
   exchange.match(call, descriptor, [&] {
     if (!want_direct) staged.stage_first();
   });
-  const SymmetricRanks symmetric = large ? exchange.symmetric_ranks(true) : SymmetricRanks::kNone;
+  const SymmetricRanks symmetric = large ? exchange.agreement().symmetric_ranks(true) : SymmetricRanks::kNone;
   if (symmetric == SymmetricRanks::kAll) {
     exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has failed meanwhile
     return reduce_direct(exchange, call, *operations[0]);

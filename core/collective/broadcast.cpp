@@ -32,7 +32,7 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
     outgoing[0] = {operation.input, is_root ? bytes : 0};
     copy.stage_first();
   };
-  const bool on_devices = match_on_devices(exchange, call, operation, stage, [] {});
+  const bool on_devices = exchange.offers().match(exchange, call, operation, stage, [] {});
   if (on_devices && !operation.descriptor.offers_peers) {
     const nccl::Call calls[] = {{nccl::Function::kBroadcast, operation.input, operation.output, bytes, root}};
     return exchange.nccl().run(exchange, call, operation, calls);

@@ -17,22 +17,21 @@ void publish_room(Operation& operation) {
   operation.descriptor.room = operation.output == nullptr ? Descriptor::kAllocated : operation.output_bytes;
 }
 
-void require_room(const Exchange& exchange, const OperationCall& call,
+void require_room(const RoundExchange& exchange, const OperationCall& call,
                   const std::function<std::size_t(int rank)>& total_of) {
-  const auto fits = [&](int rank) {
-    const std::uint64_t room = exchange.descriptor(rank).room;
-    return room == Descriptor::kAllocated || room == total_of(rank);
+  const auto is_other = [&](int rank) {
+    const std::uint64_t room = exchange.board().of(rank).room;
+    return room != Descriptor::kAllocated && room != total_of(rank);
   };
-  for (int rank = 0; rank < exchange.size(); ++rank) {
-    if (fits(rank)) continue;
-    const Descriptor& theirs = exchange.descriptor(rank);
-    exchange.throw_mismatch_of(
-        call,
-        exchange.name_of(rank) + ": out of " + describe(theirs) + " has " + std::to_string(theirs.room) +
-            " bytes where the ranks send " + std::to_string(total_of(rank)) +
-            " together; omit out to have it allocated (raised on " + exchange.where(call) + ")",
-        [&](int a, int b) { return fits(a) == fits(b); });
-  }
+  const int odd = exchange.board().find(is_other);
+  if (odd < 0) return;
+  const Descriptor& theirs = exchange.board().of(odd);
+  exchange.throw_mismatch_of(
+      call,
+      exchange.name_of(odd) + ": out of " + describe(theirs) + " has " + std::to_string(theirs.room) +
+          " bytes where the ranks send " + std::to_string(total_of(odd)) +
+          " together; omit out to have it allocated (raised on " + exchange.where(call) + ")",
+      [&](int a, int b) { return is_other(a) == is_other(b); });
 }
 
 std::vector<StagedCopy::Incoming> join_rows(Operation& operation, const std::vector<std::uint64_t>& rows,
@@ -87,13 +86,11 @@ struct Pieces {
 
 Pieces pieces_of(const Exchange& exchange, const Operation& operation) {
   // key.count is the number of elements in a row.
-  Pieces pieces;
-  pieces.row_bytes = operation.descriptor.key.count * operation.element_size();
-  for (int rank = 0; rank < exchange.size(); ++rank) {
-    pieces.rows.push_back(exchange.descriptor(rank).rows);
-    const std::size_t bytes = pieces.rows.back() * pieces.row_bytes;
-    pieces.longest = std::max(pieces.longest, bytes);
-    pieces.total += bytes;
+  const std::size_t row_bytes = operation.descriptor.key.count * operation.element_size();
+  Pieces pieces{exchange.board().each(&Descriptor::rows), row_bytes};
+  for (const std::uint64_t rows : pieces.rows) {
+    pieces.longest = std::max(pieces.longest, rows * row_bytes);
+    pieces.total += rows * row_bytes;
   }
   return pieces;
 }
@@ -119,7 +116,7 @@ class Gathering {
     };
     const MatchKey& key = operation_.descriptor.key;
     if (key.kind != OpKind::kGather || key.root == exchange_.rank()) publish_room(operation_);
-    return match_on_devices(exchange_, call_, operation_, stage, [&] {
+    return exchange_.offers().match(exchange_, call_, operation_, stage, [&] {
       pieces_ = pieces_of(exchange_, operation_);
       require_room(exchange_, call_, [&](int) { return pieces_.total; });
     });

@@ -17,7 +17,7 @@ namespace multiring {
 void publish_room(Operation& operation);
 /// After it, on all ranks: raises a mismatch error unless that of `rank` has room for `total_of(rank)` bytes
 /// and no more.
-void require_room(const Exchange& exchange, const OperationCall& call,
+void require_room(const RoundExchange& exchange, const OperationCall& call,
                   const std::function<std::size_t(int rank)>& total_of);
 
 /// Places the pieces of all ranks one after the other in the operation's output (allocated if there is none),

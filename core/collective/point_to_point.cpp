@@ -20,7 +20,7 @@ struct PointToPoint::Envelope {
 class PointToPoint::MailboxLock : Immovable {
  public:
   /// `probing`: how many threads probe for what comes into the mailbox; null: it is for what is sent.
-  MailboxLock(const Exchange& exchange, MailboxState& mailbox, const OperationCall& call, int peer,
+  MailboxLock(const RoundExchange& exchange, MailboxState& mailbox, const OperationCall& call, int peer,
               const std::atomic<int>* probing)
       : transport_(exchange.transport()), mailbox_(mailbox), probing_(probing) {
     constexpr std::chrono::milliseconds kTick(50);
@@ -64,7 +64,7 @@ class PointToPoint::MailboxLock : Immovable {
   const std::atomic<int>* const probing_;
 };
 
-PointToPoint::PointToPoint(Exchange& exchange)
+PointToPoint::PointToPoint(RoundExchange& exchange)
     : exchange_(exchange),
       sent_(static_cast<std::size_t>(exchange.size())),
       received_(static_cast<std::size_t>(exchange.size())) {

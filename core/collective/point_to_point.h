@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/export.h"
-#include "collective/exchange.h"
+#include "collective/agreement/round_exchange.h"
 #include "collective/operation.h"
 
 namespace multiring {
@@ -37,7 +37,7 @@ struct ProbeRequest {
 /// chunks (128 KiB) are unread: at once for a short message to an empty mailbox.
 class PointToPoint {
  public:
-  explicit PointToPoint(Exchange& exchange);
+  explicit PointToPoint(RoundExchange& exchange);
 
   /// key.root is the destination, key.count the elements, `tag` any number.
   void send(const OperationCall& call, const Operation& operation, std::int64_t tag);
@@ -74,7 +74,7 @@ class PointToPoint {
   void accept(const OperationCall& call, Operation& operation, const Envelope& envelope,
               std::int64_t tag) const;
 
-  Exchange& exchange_;
+  RoundExchange& exchange_;
   std::vector<MailboxState> sent_;
   std::vector<MailboxState> received_;
   std::atomic<int> probing_{0};     // threads

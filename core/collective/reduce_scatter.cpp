@@ -104,9 +104,9 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   const auto stage = [&] {
     if (algorithm.is_rounds() && !(may_be_direct && descriptor.input_region != 0)) stage_first();
   };
-  const bool on_devices = match_on_devices(exchange, call, operation, stage, [&] {
-    for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
-      if (exchange.descriptor(rank).rows != descriptor.rows) exchange.throw_mismatch(call);
+  const bool on_devices = exchange.offers().match(exchange, call, operation, stage, [&] {
+    // Blocks are of rows: (3, 4) is not (4, 3).
+    if (!exchange.agreement().same(&Descriptor::rows)) exchange.throw_mismatch(call);
   });
   if (operation.output == nullptr) {
     operation.result.allocate(blocks[self].size());
@@ -117,11 +117,11 @@ void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& op
   if (on_devices) return exchange.nccl().run(exchange, call, operation, calls_of(operation, blocks, self));
   if (algorithm.is_plan()) return reduce_across_hosts(exchange, call, operation, blocks, algorithm);
   std::vector<const void*> inputs(size);
-  const SymmetricRanks symmetric = may_be_direct ? exchange.symmetric_ranks(false) : SymmetricRanks::kNone;
+  const SymmetricRanks symmetric =
+      may_be_direct ? exchange.agreement().symmetric_ranks(false) : SymmetricRanks::kNone;
   if (symmetric == SymmetricRanks::kAll) {
-    for (int rank = 0; rank < exchange.size(); ++rank)
-      inputs[static_cast<std::size_t>(rank)] =
-          operation.input_region->part(rank) + exchange.descriptor(rank).input_offset + blocks[self].begin;
+    exchange.board().locate(*operation.input_region, &Descriptor::input_offset, blocks[self].begin,
+                            std::span(inputs));
     reduce_block(operation, inputs, operation.output, blocks[self].size());
     return exchange.next(call, [] {});
   }

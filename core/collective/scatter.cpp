@@ -33,7 +33,7 @@ void scatter(Exchange& exchange, const OperationCall& call, Operation& operation
     if (in_rounds(operation.descriptor.bytes)) copy.stage_first();
   });
 
-  const Descriptor sent = exchange.descriptor(root);
+  const Descriptor sent = exchange.board().of(root);
   const std::size_t row_bytes = sent.rows > 0 ? sent.bytes / sent.rows : 0;
   const std::size_t rows = block_range(sent.rows, size, static_cast<std::size_t>(exchange.rank())).size();
   operation.descriptor.dtype = sent.dtype;

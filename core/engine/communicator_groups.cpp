@@ -7,7 +7,6 @@
 
 #include "collective/collectives.h"
 #include "engine/communicator.h"
-#include "engine/operation_lock.h"
 #include "engine/validate.h"
 
 namespace multiring {
@@ -15,11 +14,9 @@ namespace {
 
 constexpr std::size_t kMaxPage = std::size_t{64} << 10;
 
-}  // namespace
-
 /// What each rank gathers from all.
-Operation Communicator::gather_of(OpKind kind, DType dtype, std::size_t count,
-                                  std::span<const std::byte> mine, const std::string& name) const {
+Operation gather_of(const OperationRunner& runner, OpKind kind, DType dtype, std::size_t count,
+                    std::span<const std::byte> mine, const std::string& name) {
   Operation operation;
   Descriptor& descriptor = operation.descriptor;
   descriptor.key.kind = kind;
@@ -29,20 +26,46 @@ Operation Communicator::gather_of(OpKind kind, DType dtype, std::size_t count,
   descriptor.rows = mine.size() / (count * dtype_size(dtype));
   descriptor.set_name(name);
   operation.input = mine.data();
-  complete(operation);
+  runner.complete(operation);
   return operation;
 }
 
+/// Runs a part of an operation; errors get the operation's name and `what`.
 template <class Body>
-void Communicator::in_steps(const OperationCall& call, const std::string& what, const Body& body) const {
+void in_steps(const Exchange& exchange, const OperationCall& call, const std::string& what,
+              const Body& body) {
   try {
     body();
   } catch (const WaitEnded& ended) {
-    exchange_.throw_for(call, ended.result);
+    exchange.throw_for(call, ended.result);
   } catch (const Error& error) {
-    exchange_.throw_within(call, error, what);
+    exchange.throw_within(call, error, what);
   }
 }
+
+// Ranks tell each other where they listen over the connections that they have: the process that serves the
+// store may be gone, and would be missed in every group. `group`: of those `members`, or null.
+void exchange_addresses_of(Transport* group, const std::vector<int>& members, OperationRunner& runner,
+                           const OperationCall& call) {
+  if (runner.transport().shares_memory()) return;
+  const std::string mine = group != nullptr ? group->addresses() : "";
+  Operation operation = gather_of(runner, call.descriptor.key.kind, DType::kUInt8, 1,
+                                  std::as_bytes(std::span(mine)), std::string(call.descriptor.name_view()));
+  call.waiting.deadline.start();
+  runner.run({operation.descriptor, call.waiting}, operation);
+  if (group == nullptr) return;
+  std::vector<std::string> all;
+  const auto* next = reinterpret_cast<const char*>(operation.output);
+  for (const std::uint64_t length : operation.received) {
+    all.emplace_back(next, length);
+    next += length;
+  }
+  std::vector<std::string> theirs;
+  for (const int member : members) theirs.push_back(all[static_cast<std::size_t>(member)]);
+  group->learn_addresses(theirs);
+}
+
+}  // namespace
 
 std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64_t key,
                                                   const CallOptions& options) {
@@ -60,10 +83,11 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
   const std::int64_t mine[2] = {color, key};
   std::vector<std::int64_t> all(2 * static_cast<std::size_t>(size()));
   throw_if_abandoned();
-  Operation operation = gather_of(OpKind::kSplit, DType::kInt64, 2, std::as_bytes(std::span(mine)), purpose);
+  Operation operation =
+      gather_of(runner_, OpKind::kSplit, DType::kInt64, 2, std::as_bytes(std::span(mine)), purpose);
   operation.output = reinterpret_cast<std::byte*>(all.data());
   operation.output_bytes = all.size() * sizeof(std::int64_t);
-  const OperationLock operation_lock(*this, operation, options);
+  const OperationLock operation_lock(queue_, operation, options);
   execute(operation, operation_lock.options());
   ++splits_;
   std::vector<int> members;
@@ -84,64 +108,39 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
     child_options.tuning = Tuning::parse(child_options.tuning).costs_text();
   }
   if (adjust) adjust(child_options);
-  std::function<void(double)> stalled;
-  const OperationCall call = make_call(operation.descriptor, operation_lock.options(), stalled);
+  Exchange& exchange = runner_.exchange();
+  const OperationRunner::Call call(runner_, operation.descriptor, operation_lock.options());
   try {
     const std::string making = ", making group '" + child_options.name + "'";
     std::shared_ptr<Transport> group;
-    if (color >= 0) in_steps(call, making, [&] { group = open_group(members, call.waiting); });
-    exchange_addresses(group.get(), members, call);
-    if (color >= 0) in_steps(call, making, [&] { transport_->connect_subgroup(*group, call.waiting); });
+    if (color >= 0)
+      in_steps(exchange, call, making, [&] {
+        const auto first = static_cast<std::uint64_t>(std::ranges::min(members));
+        group = transport_->subgroup(members, (splits_ << 32) + first, call.waiting);
+      });
+    exchange_addresses_of(group.get(), members, runner_, call);
+    if (color >= 0)
+      in_steps(exchange, call, making, [&] { transport_->connect_subgroup(*group, call.waiting); });
     std::shared_ptr<Communicator> child;
     if (color >= 0) child = std::make_shared<Communicator>(std::move(group), std::move(child_options));
-    if (child != nullptr && members == own) child->exchange_.plans().share_choices(exchange_.plans());
-    barrier(exchange_, call, operation);  // a rank that could not join its group raises here on all
+    if (child != nullptr && members == own) child->runner_.exchange().plans().share_choices(exchange.plans());
+    barrier(exchange, call, operation);  // a rank that could not join its group raises here on all
     return child;
   } catch (...) {
-    fail_and_raise(operation.descriptor);
+    queue_.fail_and_raise(operation.descriptor);
   }
-}
-
-std::shared_ptr<Transport> Communicator::open_group(const std::vector<int>& members,
-                                                    const WaitOptions& waiting) {
-  const std::uint64_t tag =
-      (splits_ << 32) + static_cast<std::uint64_t>(*std::min_element(members.begin(), members.end()));
-  return transport_->subgroup(members, tag, waiting);
-}
-
-// Ranks tell each other where they listen over the connections that they have: the process that serves the
-// store may be gone, and would be missed in every group.
-void Communicator::exchange_addresses(Transport* group, const std::vector<int>& members,
-                                      const OperationCall& call) {
-  if (transport_->shares_memory()) return;
-  const std::string mine = group != nullptr ? group->addresses() : "";
-  Operation operation = gather_of(call.descriptor.key.kind, DType::kUInt8, 1, std::as_bytes(std::span(mine)),
-                                  std::string(call.descriptor.name_view()));
-  call.waiting.deadline.start();
-  dispatch({operation.descriptor, call.waiting}, operation);
-  if (group == nullptr) return;
-  std::vector<std::string> all;
-  const auto* next = reinterpret_cast<const char*>(operation.output);
-  for (const std::uint64_t length : operation.received) {
-    all.emplace_back(next, length);
-    next += length;
-  }
-  std::vector<std::string> theirs;
-  for (const int member : members) theirs.push_back(all[static_cast<std::size_t>(member)]);
-  group->learn_addresses(theirs);
 }
 
 void Communicator::exchange_addresses(const CallOptions& options) {
-  Operation operation = gather_of(OpKind::kAllgather, DType::kUInt8, 1, {}, "init");
-  const OperationLock operation_lock(*this, operation, options);
+  Operation operation = gather_of(runner_, OpKind::kAllgather, DType::kUInt8, 1, {}, "init");
+  const OperationLock operation_lock(queue_, operation, options);
   std::vector<int> all(static_cast<std::size_t>(size()));
   std::iota(all.begin(), all.end(), 0);
-  std::function<void(double)> stalled;
-  const OperationCall call = make_call(operation.descriptor, operation_lock.options(), stalled);
+  const OperationRunner::Call call(runner_, operation.descriptor, operation_lock.options());
   try {
-    exchange_addresses(transport_.get(), all, call);
+    exchange_addresses_of(transport_.get(), all, runner_, call);
   } catch (...) {
-    fail_and_raise(operation.descriptor);
+    queue_.fail_and_raise(operation.descriptor);
   }
 }
 
@@ -157,21 +156,26 @@ std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t by
   constexpr std::size_t kMax = static_cast<std::size_t>(std::numeric_limits<std::ptrdiff_t>::max());
   if (bytes > kMax / static_cast<std::size_t>(size()) - kMaxPage)
     throw_usage(operation, "so much for each of " + std::to_string(size()) + " ranks has no addresses");
-  complete(operation);
-  const OperationLock operation_lock(*this, operation, options);
+  runner_.complete(operation);
+  const OperationLock operation_lock(queue_, operation, options);
   execute(operation, operation_lock.options());
-  std::function<void(double)> stalled;
-  const OperationCall call = make_call(operation.descriptor, operation_lock.options(), stalled);
+  const OperationRunner::Call call(runner_, operation.descriptor, operation_lock.options());
   try {
     std::shared_ptr<SymmetricRegion> region;
-    in_steps(call, ", mapping the memory",
+    in_steps(runner_.exchange(), call, ", mapping the memory",
              [&] { region = transport_->allocate(bytes, ++regions_, call.waiting); });
-    barrier(exchange_, call, operation);  // a rank that could not map it raises here on all
-    symmetric_.add(region);
+    barrier(runner_.exchange(), call, operation);  // a rank that could not map it raises here on all
+    runner_.symmetric().add(region);
     return region;
   } catch (...) {
-    fail_and_raise(operation.descriptor);
+    queue_.fail_and_raise(operation.descriptor);
   }
+}
+
+std::shared_ptr<SymmetricRegion> Communicator::locate_symmetric(const std::byte* data, std::size_t bytes,
+                                                                std::uint64_t* offset) const {
+  throw_if_abandoned();
+  return runner_.symmetric().locate(data, bytes, offset);
 }
 
 }  // namespace multiring

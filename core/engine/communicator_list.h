@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/export.h"
@@ -10,7 +11,18 @@
 namespace multiring {
 
 class Communicator;
-struct WaitInProgress;
+
+/// What a communicator of this process is doing, and for which ranks it waits.
+struct WaitInProgress {
+  /// Name of a rank, its host, and its process there.
+  using Place = std::tuple<std::string, std::string, std::int64_t>;
+
+  std::uint64_t number;      ///< of the communicator
+  std::string communicator;  ///< its name, or that of the named queue which has it
+  std::string operation;     ///< "barrier of communicator 'world'"
+  Place on;
+  std::vector<Place> late;  ///< that have not come to the operation; none: it waits for none
+};
 
 /// What follows the name of a named queue in that of the communicator by which its ranks agree on names.
 inline constexpr const char* kNamesOfQueue = "/names";

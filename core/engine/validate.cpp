@@ -17,18 +17,6 @@ void throw_usage(const Operation& operation, const std::string& message) {
   throw Error(ErrorKind::kUsage, describe(operation.descriptor) + ": " + message, context);
 }
 
-void throw_broken(const std::string& what, int rank, const Error& first_error, const ErrorSeen& error_seen) {
-  ErrorContext context = first_error.context();
-  context.rank = rank;
-  if (!error_seen->exchange(true, std::memory_order_relaxed))
-    throw Error(first_error.kind(), first_error.what(), context);
-  throw Error(ErrorKind::kAborted,
-              what + " is broken on rank " + std::to_string(rank) + " by its first error (" +
-                  error_kind_name(first_error.kind()) + "): " + first_error.what() +
-                  " Call multiring.shutdown() and init() to start anew.",
-              context);
-}
-
 namespace {
 
 void require_apart(const Operation& operation) {

@@ -67,7 +67,7 @@ class MULTIRING_API Work {
   Operation& take_result() { return operation_; }
 
  private:
-  friend class Communicator;
+  friend class OperationQueue;
   friend class Submission;
   static constexpr std::uint32_t kPending = 0;
   static constexpr std::uint32_t kDone = 1;

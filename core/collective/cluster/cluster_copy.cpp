@@ -8,7 +8,7 @@
 #include "topology/chunks.h"
 
 namespace multiring {
-void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {
+void synchronise_host(const RoundExchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {
   WaitOptions waiting = call.waiting;
   waiting.brief = true;  // all are in the operation
   const WaitResult result = hierarchy.synchronise(waiting);

@@ -13,7 +13,7 @@
 namespace multiring {
 
 /// Synchronises the ranks of this host in the middle of an operation. Raises an error where the wait fails.
-void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy);
+void synchronise_host(const RoundExchange& exchange, const OperationCall& call, Hierarchy& hierarchy);
 
 /// A ring of slots for messages between hosts. Messages are posted from it and not from the caller's arrays,
 /// which a network might write to after an operation has failed.

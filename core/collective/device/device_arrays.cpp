@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "collective/device/device_offers.h"
 #include "collective/kinds.h"
 #include "collective/sums/integer_average.h"
 
@@ -120,7 +121,7 @@ void copy_from_devices(Operation& operation, int rank) {
   }
 }
 
-void copy_after_all(Operation& operation, const Exchange& exchange, const OperationCall& call) {
+void copy_after_all(Operation& operation, const RoundExchange& exchange, const OperationCall& call) {
   DeviceArrays& arrays = *operation.on_devices;
   if (!arrays.stays) return;
   arrays.stays = false;
@@ -142,7 +143,7 @@ void stay_on_devices(Operation& operation) {
   operation.result.allocate_by(&arrays.allocate_result);
 }
 
-void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone) {
+void decide_on_parts(Operation& operation, const RoundExchange& exchange, bool alone) {
   if (operation.on_devices == nullptr) return;
   const Descriptor& descriptor = operation.descriptor;
   // What runs then is collective/staged/staged_allreduce.h, which asks.
@@ -152,13 +153,13 @@ void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone)
                                    descriptor.bytes >= Staging::kPartsFrom && !averages_integers(descriptor);
 }
 
-void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call) {
+void await_copies(const Operation& operation, const RoundExchange& exchange, const OperationCall& call) {
   if (operation.on_devices == nullptr || operation.on_devices->stays) return;
   const bool in_parts = operation.on_devices->in_parts;
   await_part(operation, in_parts ? exchange.transport().staging_bytes() : Staging::kAll, exchange, call);
 }
 
-void await_part(const Operation& operation, std::size_t end, const Exchange& exchange,
+void await_part(const Operation& operation, std::size_t end, const RoundExchange& exchange,
                 const OperationCall& call) {
   if (operation.on_devices == nullptr || operation.on_devices->staging->arrived(end)) return;
   Staging& staging = *operation.on_devices->staging;
@@ -167,7 +168,7 @@ void await_part(const Operation& operation, std::size_t end, const Exchange& exc
       "the device to finish the work that makes the input. Does a kernel of the program never end?");
 }
 
-void poll(const Exchange& exchange, const OperationCall& call, const std::function<bool()>& is_done,
+void poll(const RoundExchange& exchange, const OperationCall& call, const std::function<bool()>& is_done,
           const std::string& for_what, bool needs_peers) {
   const WaitOptions& waiting = call.waiting;
   constexpr double kSpin = 200e-6;  // seconds; a kernel that takes longer costs less than waking up late

@@ -3,7 +3,7 @@
 #include <functional>
 #include <string>
 
-#include "collective/exchange.h"
+#include "collective/agreement/round_exchange.h"
 #include "collective/operation.h"
 
 namespace multiring {
@@ -19,42 +19,26 @@ void copy_from_devices(Operation& operation, int rank);
 
 /// Before the operation runs, each time: whether it asks for its arrays part by part, so that they are copied
 /// while it runs. `alone`: it is not fused with others.
-void decide_on_parts(Operation& operation, const Exchange& exchange, bool alone);
+void decide_on_parts(Operation& operation, const RoundExchange& exchange, bool alone);
 
 /// Before the operation runs: returns when the copies, or the first of them, are there. Raises the error of a
 /// peer, a timeout error, or a DeviceError. Where nothing is copied the device waits, and not the host.
-void await_copies(const Operation& operation, const Exchange& exchange, const OperationCall& call);
+void await_copies(const Operation& operation, const RoundExchange& exchange, const OperationCall& call);
 
 /// Where NCCL or peer memory is not to run it after all: copies the arrays to the host, as they would have
 /// been before.
-void copy_after_all(Operation& operation, const Exchange& exchange, const OperationCall& call);
+void copy_after_all(Operation& operation, const RoundExchange& exchange, const OperationCall& call);
 /// Where it is: the operation works on the arrays where they lie, and has its result allocated there.
 void stay_on_devices(Operation& operation);
 
-/// Exchange::match, for a collective that NCCL or peer memory may run, as its descriptor says then: whether
-/// all ranks are to run it so. Else `stage()` has let the others read what the operation's input is by then;
-/// it may be called twice. `check()` raises what else does not match, before anything is asked for.
-template <class Stage, class Check>
-bool match_on_devices(Exchange& exchange, const OperationCall& call, Operation& operation, const Stage& stage,
-                      const Check& check) {
-  exchange.match(call, operation.descriptor, [&] {
-    if (!waits_for_offers(operation.descriptor)) stage();
-  });
-  check();
-  if (!any_offers(exchange)) return false;
-  if (exchange.offers().agree(exchange, call, operation)) return true;
-  exchange.next(call, stage);
-  return false;
-}
-
 /// Returns when `is_done`. Raises what else ends a wait: the error of a peer, unless none is needed any
 /// more, which may have left then, or a timeout error that says `for_what`.
-void poll(const Exchange& exchange, const OperationCall& call, const std::function<bool()>& is_done,
+void poll(const RoundExchange& exchange, const OperationCall& call, const std::function<bool()>& is_done,
           const std::string& for_what, bool needs_peers = true);
 
 /// In an operation that asks part by part: before it reads the input up to `end`. In one that runs where its
 /// arrays lie: returns when the program's work is done that it comes after.
-void await_part(const Operation& operation, std::size_t end, const Exchange& exchange,
+void await_part(const Operation& operation, std::size_t end, const RoundExchange& exchange,
                 const OperationCall& call);
 /// The same: what the output has up to `end` is final.
 void return_part(const Operation& operation, std::size_t end);

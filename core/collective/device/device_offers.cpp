@@ -6,7 +6,8 @@
 #include <string>
 
 #include "collective/device/device_arrays.h"
-#include "collective/exchange.h"
+#include "collective/device/nccl_groups.h"
+#include "collective/device/peer_memory.h"
 #include "collective/kinds.h"
 #include "device/nccl.h"
 
@@ -121,16 +122,13 @@ bool waits_for_offers(const Descriptor& descriptor) {
   return descriptor.offered_device >= 0 && is_large(descriptor);
 }
 
-bool any_offers(const Exchange& exchange) {
-  const Descriptor& mine = exchange.descriptor(exchange.rank());
+bool any_offers(const RoundExchange& exchange) {
+  const Descriptor& mine = exchange.board().mine();
   const bool all_as_large = traits_of(mine).compared == OpTraits::Compared::kElements;
-  if (all_as_large && !is_large(mine)) return false;
-  for (int rank = 0; rank < exchange.size(); ++rank)
-    if (waits_for_offers(exchange.descriptor(rank))) return true;
-  return false;
+  return !(all_as_large && !is_large(mine)) && exchange.agreement().any(waits_for_offers);
 }
 
-void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const Wanted& wanted) const {
+void DeviceOffers::offer(Operation& operation, const RoundExchange& exchange, const Wanted& wanted) const {
   DeviceArrays& arrays = *operation.on_devices;
   Descriptor& descriptor = operation.descriptor;
   descriptor.offered_device = -1;
@@ -145,13 +143,13 @@ void DeviceOffers::offer(Operation& operation, const Exchange& exchange, const W
   if (device < 0 || device > kMaxDevice) return;
   const bool one_host = exchange.transport().shares_memory();
   std::string why;
-  const bool rounds = !one_host && !exchange.nccl().is_hierarchical(exchange);
-  const bool by_nccl = exchange.nccl().serves(exchange, descriptor.key.kind) &&
+  const bool rounds = !one_host && !nccl_.is_hierarchical(exchange);
+  const bool by_nccl = nccl_.serves(exchange, descriptor.key.kind) &&
                        nccl_has(operation, wanted.order, rounds) && nccl::Library::find(&why) != nullptr;
   const std::uint64_t key = key_of(descriptor, device);
   const bool has_peers = one_host && wanted.peer_memory && peers_have(descriptor);
   descriptor.offers_peers = has_peers && (!by_nccl || is_noted(not_by_nccl_, key)) &&
-                            exchange.peer_memory().serves(operation, exchange.size());
+                            peer_memory_.serves(operation, exchange.size());
   if (!by_nccl && !descriptor.offers_peers) return;
   descriptor.offered_device = static_cast<std::int8_t>(device);
   descriptor.offered_division = operation.pieces.empty() ? 0 : division_of(arrays.pieces);
@@ -163,29 +161,16 @@ bool DeviceOffers::is_noted(const std::set<std::uint64_t>& keys, std::uint64_t k
   return keys.contains(key);
 }
 
-/// For the same parts of their arrays. Ranks decide alike from what all have published.
-bool DeviceOffers::all_offer(const Exchange& exchange) {
-  const Descriptor& first = exchange.descriptor(0);
-  for (int rank = 0; rank < exchange.size(); ++rank) {
-    const Descriptor& theirs = exchange.descriptor(rank);
-    if (theirs.offered_device < 0 || theirs.offered_division != first.offered_division) return false;
-  }
-  return true;
-}
-
-/// Whether all offer peer memory, or all NCCL.
-bool DeviceOffers::all_offer_the_same(const Exchange& exchange) {
-  for (int rank = 1; rank < exchange.size(); ++rank)
-    if (exchange.descriptor(rank).offers_peers != exchange.descriptor(0).offers_peers) return false;
-  return true;
-}
-
-bool DeviceOffers::agree(Exchange& exchange, const OperationCall& call, Operation& operation) {
+bool DeviceOffers::agree(RoundExchange& exchange, const OperationCall& call, Operation& operation) {
+  const Agreement& agreement = exchange.agreement();
   bool is_agreed = false;
-  const bool is_offered_by_all = all_offer(exchange);
-  if (is_offered_by_all && all_offer_the_same(exchange))
-    is_agreed = operation.descriptor.offers_peers ? exchange.peer_memory().prepare(exchange, call, operation)
-                                                  : exchange.nccl().prepare(exchange, call, operation);
+  // They offer to run the same parts of their arrays.
+  const bool is_offered_by_all = agreement.all([](const Descriptor& each) {
+    return each.offered_device >= 0;
+  }) && agreement.same(&Descriptor::offered_division);
+  if (is_offered_by_all && agreement.same(&Descriptor::offers_peers))
+    is_agreed = operation.descriptor.offers_peers ? peer_memory_.prepare(exchange, call, operation)
+                                                  : nccl_.prepare(exchange, call, operation);
   if (operation.descriptor.offered_device < 0) return false;
   note_offer(operation, is_agreed, is_offered_by_all);
   if (!is_agreed) {
@@ -215,13 +200,6 @@ void DeviceOffers::note_offer(const Operation& operation, bool is_taken, bool by
     not_taken_.erase(key);
   else
     note(not_taken_);
-}
-
-std::vector<int> offered_devices(const Exchange& exchange) {
-  std::vector<int> devices;
-  for (int rank = 0; rank < exchange.size(); ++rank)
-    devices.push_back(exchange.descriptor(rank).offered_device);
-  return devices;
 }
 
 }  // namespace multiring

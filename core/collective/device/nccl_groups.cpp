@@ -58,7 +58,7 @@ Offer offer_of(const Devices& devices, const nccl::Library& library, int device,
 }
 
 /// Why NCCL cannot serve these devices together; empty: it can. All ranks decide alike from the same offers.
-std::string refusal_of(const std::vector<Offer>& offers, const Exchange& exchange) {
+std::string refusal_of(const std::vector<Offer>& offers, const RoundExchange& exchange) {
   const auto name = [&](std::size_t rank) { return exchange.name_of(static_cast<int>(rank)); };
   std::map<std::pair<int, std::array<char, 16>>, std::size_t> first;  // ranks that have the devices
   std::string sharing;
@@ -90,7 +90,7 @@ bool abort(nccl::Communicator& comm) {
   }
 }
 
-void await_event(nccl::Communicator& comm, cuda::Event event, const Exchange& exchange,
+void await_event(nccl::Communicator& comm, cuda::Event event, const RoundExchange& exchange,
                  const OperationCall& call) {
   Devices& devices = comm.devices();
   const auto is_done = [&] {
@@ -115,11 +115,11 @@ void NcclGroups::set_scope(NcclScope scope, const Transport& transport) {
   has_regular_hosts_ = cluster.regular() && cluster.hosts.front().ranks.size() > 1;
 }
 
-bool NcclGroups::is_hierarchical(const Exchange& exchange) const {
+bool NcclGroups::is_hierarchical(const RoundExchange& exchange) const {
   return scope_ == NcclScope::kHierarchical && !exchange.transport().shares_memory();
 }
 
-bool NcclGroups::serves(const Exchange& exchange, OpKind kind) const {
+bool NcclGroups::serves(const RoundExchange& exchange, OpKind kind) const {
   const Transport& transport = exchange.transport();
   if (transport.shares_memory()) return scope_ != NcclScope::kOff;
   if (is_hierarchical(exchange)) return kind == OpKind::kAllreduce && has_regular_hosts_;
@@ -127,7 +127,7 @@ bool NcclGroups::serves(const Exchange& exchange, OpKind kind) const {
 }
 
 /// Those that this rank has a communicator with, and itself, ascending.
-std::vector<int> NcclGroups::members_of(const Exchange& exchange) const {
+std::vector<int> NcclGroups::members_of(const RoundExchange& exchange) const {
   const Transport& transport = exchange.transport();
   std::vector<int> members;
   for (int rank = 0; rank < exchange.size(); ++rank)
@@ -136,15 +136,15 @@ std::vector<int> NcclGroups::members_of(const Exchange& exchange) const {
   return members;
 }
 
-bool NcclGroups::prepare(Exchange& exchange, const OperationCall& call, const Operation& operation) {
+bool NcclGroups::prepare(RoundExchange& exchange, const OperationCall& call, const Operation& operation) {
   // From here on an error of this rank has to end what the others begin.
   running_ = find(exchange, call, operation);
   return running_ != nullptr;
 }
 
-nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& call,
+nccl::Communicator* NcclGroups::find(RoundExchange& exchange, const OperationCall& call,
                                      const Operation& operation) {
-  std::vector<int> devices = offered_devices(exchange);
+  std::vector<std::int8_t> devices = exchange.board().each(&Descriptor::offered_device);
   if (const auto found = made_.find(devices); found != made_.end()) return found->second.get();
 
   // What connects may wait for all that the device does, and could not be ended.
@@ -179,7 +179,7 @@ nccl::Communicator* NcclGroups::find(Exchange& exchange, const OperationCall& ca
   return made.get();
 }
 
-void NcclGroups::tell(const Exchange& exchange, const std::string& refusal) const {
+void NcclGroups::tell(const RoundExchange& exchange, const std::string& refusal) const {
   if (warn_ && exchange.rank() == 0)
     warn_("arrays on devices pass through the host, and not by NCCL: " + refusal);
 }
@@ -192,7 +192,7 @@ void NcclGroups::end_failed() {
     if (memory != nullptr) new std::shared_ptr<std::byte>(std::move(memory));
 }
 
-void NcclGroups::run(Exchange& exchange, const OperationCall& call, Operation& operation,
+void NcclGroups::run(RoundExchange& exchange, const OperationCall& call, Operation& operation,
                      std::span<const nccl::Call> calls, const std::function<void()>& meanwhile) {
   keep(operation.result.memory());
   begin(exchange, call, operation, calls);
@@ -202,7 +202,7 @@ void NcclGroups::run(Exchange& exchange, const OperationCall& call, Operation& o
   finish(exchange, call);
 }
 
-void NcclGroups::begin(const Exchange& exchange, const OperationCall& call, const Operation& operation,
+void NcclGroups::begin(const RoundExchange& exchange, const OperationCall& call, const Operation& operation,
                        std::span<const nccl::Call> calls) {
   nccl::Communicator& comm = *running_;
   const OpTraits& traits = traits_of(operation.descriptor);
@@ -220,12 +220,13 @@ void NcclGroups::begin(const Exchange& exchange, const OperationCall& call, cons
   poll(exchange, call, is_ready, std::string("NCCL to begin its ") + traits.name + ".");
 }
 
-void NcclGroups::await_inputs(Exchange& exchange, const OperationCall& call, const Operation& operation) {
+void NcclGroups::await_inputs(RoundExchange& exchange, const OperationCall& call,
+                              const Operation& operation) {
   await_part(operation, Staging::kAll, exchange, call);
   exchange.next(call, [] {});
 }
 
-void NcclGroups::await(const Exchange& exchange, const OperationCall& call) {
+void NcclGroups::await(const RoundExchange& exchange, const OperationCall& call) {
   nccl::Communicator& comm = *running_;
   Devices& devices = comm.devices();
   cuda::Event done = nullptr;
@@ -239,7 +240,7 @@ void NcclGroups::await(const Exchange& exchange, const OperationCall& call) {
   devices.release_event(comm.device(), done);
 }
 
-void NcclGroups::finish(Exchange& exchange, const OperationCall& call) {
+void NcclGroups::finish(RoundExchange& exchange, const OperationCall& call) {
   // A rank may abort its part from here on, which others might still read from.
   exchange.next(call, [] {});
   running_ = nullptr;

@@ -8,7 +8,6 @@
 
 #include "base/text.h"
 #include "collective/device/device_offers.h"
-#include "collective/exchange.h"
 #include "device/peer_kernels.h"
 
 namespace multiring {
@@ -49,7 +48,7 @@ std::uint64_t process_number() {
 }
 
 /// Of the first rank that has one.
-std::string refusal_of(const std::vector<PeerBuffers::Reason>& reasons, const Exchange& exchange) {
+std::string refusal_of(const std::vector<PeerBuffers::Reason>& reasons, const RoundExchange& exchange) {
   for (std::size_t rank = 0; rank < reasons.size(); ++rank)
     if (const std::string text = reasons[rank].text(); !text.empty())
       return exchange.name_of(static_cast<int>(rank)) + ": " + text;
@@ -103,7 +102,7 @@ PeerBuffers::Reason PeerBuffers::open(const std::vector<Offered>& all, int rank)
   return why_not;
 }
 
-std::string PeerBuffers::set_up(Exchange& exchange, const OperationCall& call, std::size_t wanted) {
+std::string PeerBuffers::set_up(RoundExchange& exchange, const OperationCall& call, std::size_t wanted) {
   const std::vector<Offered> all = exchanged(exchange, call, make(wanted));
   std::vector<Reason> reasons;
   for (const Offered& each : all) reasons.push_back(each.why_not);
@@ -112,7 +111,7 @@ std::string PeerBuffers::set_up(Exchange& exchange, const OperationCall& call, s
                          : refusal;
 }
 
-std::string PeerBuffers::compile(Exchange& exchange, const OperationCall& call, DType dtype) {
+std::string PeerBuffers::compile(RoundExchange& exchange, const OperationCall& call, DType dtype) {
   Reason why_not;
   cuda::Function kernel = nullptr;
   try {

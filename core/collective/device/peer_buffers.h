@@ -9,12 +9,10 @@
 
 #include "base/arithmetic/dtype.h"
 #include "base/immovable.h"
+#include "collective/agreement/round_exchange.h"
 #include "device/devices.h"
 
 namespace multiring {
-
-class Exchange;
-struct OperationCall;
 
 /// The buffers of all ranks for one choice of devices, as this rank has them, and its stream. At its end no
 /// kernel of any rank works on them, unless they are abandoned: then they stay as they are.
@@ -33,9 +31,9 @@ struct PeerBuffers : Immovable {
   }
 
   /// Makes them, by all ranks together. Empty: they are; else why not, alike on all ranks.
-  std::string set_up(Exchange& exchange, const OperationCall& call, std::size_t wanted);
+  std::string set_up(RoundExchange& exchange, const OperationCall& call, std::size_t wanted);
   /// Has the kernel for a dtype, likewise.
-  std::string compile(Exchange& exchange, const OperationCall& call, DType dtype);
+  std::string compile(RoundExchange& exchange, const OperationCall& call, DType dtype);
   void close();
 
   std::shared_ptr<Devices> devices;

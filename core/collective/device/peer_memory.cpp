@@ -7,7 +7,6 @@
 #include "collective/device/device_arrays.h"
 #include "collective/device/device_offers.h"
 #include "collective/device/peer_buffers.h"
-#include "collective/exchange.h"
 #include "collective/kinds.h"
 #include "collective/sums/integer_average.h"
 #include "device/peer_kernels.h"
@@ -41,7 +40,7 @@ bool PeerMemory::serves(const Operation& operation, int ranks) const {
   return why.empty();
 }
 
-std::string PeerMemory::make(Exchange& exchange, const OperationCall& call, const Operation& operation,
+std::string PeerMemory::make(RoundExchange& exchange, const OperationCall& call, const Operation& operation,
                              std::size_t bytes, std::unique_ptr<PeerBuffers>& buffers) {
   auto made =
       std::make_unique<PeerBuffers>(operation.on_devices->devices, operation.descriptor.offered_device);
@@ -56,14 +55,13 @@ std::string PeerMemory::make(Exchange& exchange, const OperationCall& call, cons
   return "";
 }
 
-bool PeerMemory::prepare(Exchange& exchange, const OperationCall& call, const Operation& operation) {
+bool PeerMemory::prepare(RoundExchange& exchange, const OperationCall& call, const Operation& operation) {
   agreed_ = nullptr;
-  const auto [found, is_new] = made_.try_emplace(offered_devices(exchange));
+  const auto [found, is_new] = made_.try_emplace(exchange.board().each(&Descriptor::offered_device));
   std::unique_ptr<PeerBuffers>& buffers = found->second;
   if (!is_new && buffers == nullptr) return false;
-  std::uint64_t most = 0;  // ranks may have different numbers of rows
-  for (int rank = 0; rank < exchange.size(); ++rank) most = std::max(most, exchange.descriptor(rank).bytes);
-  const std::size_t wanted = buffer_bytes(most);
+  // Ranks may have different numbers of rows.
+  const std::size_t wanted = buffer_bytes(exchange.agreement().most(&Descriptor::bytes));
   const int dtype = static_cast<int>(operation.dtype());
   const bool reduces = traits_of(operation.descriptor).reduces;
   const bool grows = is_new || (buffers->bytes < wanted && !buffers->is_largest);

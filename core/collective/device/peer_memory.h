@@ -8,12 +8,11 @@
 
 #include "base/export.h"
 #include "base/immovable.h"
+#include "collective/agreement/round_exchange.h"
 #include "collective/operation.h"
 
 namespace multiring {
 
-class Exchange;
-struct OperationCall;
 struct PeerBuffers;
 
 /// Arrays on the devices of one host, in the canonical order, without a copy to the host. Each rank has a
@@ -35,7 +34,7 @@ class MULTIRING_API PeerMemory : Immovable {
   bool serves(const Operation& operation, int ranks) const;
   /// In an operation that all ranks offer to run so: whether they are to run it in peer memory. If one of
   /// them cannot, a warning of rank 0 says why, once for these devices.
-  bool prepare(Exchange& exchange, const OperationCall& call, const Operation& operation);
+  bool prepare(RoundExchange& exchange, const OperationCall& call, const Operation& operation);
   /// The buffers, on which that operation works until `end`.
   PeerBuffers& begin(const Operation& operation);
   void end();
@@ -47,11 +46,11 @@ class MULTIRING_API PeerMemory : Immovable {
 
  private:
   /// Replaces `buffers`, or there is a reason why not, the same on all ranks.
-  std::string make(Exchange& exchange, const OperationCall& call, const Operation& operation,
+  std::string make(RoundExchange& exchange, const OperationCall& call, const Operation& operation,
                    std::size_t bytes, std::unique_ptr<PeerBuffers>& buffers);
   void tell(const std::string& refusal, bool of_kernels) const;
 
-  std::map<std::vector<int>, std::unique_ptr<PeerBuffers>> made_;  // by rank; null: not usable
+  std::map<std::vector<std::int8_t>, std::unique_ptr<PeerBuffers>> made_;  // by rank; null: not usable
   std::vector<std::unique_ptr<PeerBuffers>> outgrown_;
   PeerBuffers* agreed_ = nullptr;      // for the operation in progress
   PeerBuffers* running_ = nullptr;     // in an operation, or in one that has failed

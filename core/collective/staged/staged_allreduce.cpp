@@ -16,7 +16,7 @@ constexpr std::size_t kPiece = 4096;
 
 }  // namespace
 
-StagedAllreduce::StagedAllreduce(Exchange& exchange, const OperationCall& call,
+StagedAllreduce::StagedAllreduce(RoundExchange& exchange, const OperationCall& call,
                                  std::span<Operation* const> operations, bool whole)
     : exchange_(exchange),
       call_(call),

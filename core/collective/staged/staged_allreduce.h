@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/immovable.h"
-#include "collective/exchange.h"
+#include "collective/agreement/round_exchange.h"
 #include "collective/operation.h"
 #include "collective/sums/piece_list.h"
 #include "collective/sums/rounded_sums.h"
@@ -36,7 +36,7 @@ class StagedAllreduce : Immovable {
  public:
   /// `operations`: one, or several of the same reduction. `whole`: in rounds, in which every rank adds
   /// everything, as ranks have to that do not share memory.
-  StagedAllreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
+  StagedAllreduce(RoundExchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
                   bool whole);
 
   /// Stages the first segment in the round that the caller has begun and will synchronise.
@@ -60,7 +60,7 @@ class StagedAllreduce : Immovable {
   void run_whole();
   void reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t bytes);
 
-  Exchange& exchange_;
+  RoundExchange& exchange_;
   const OperationCall& call_;
   const Operation& first_;
   const PieceList pieces_;

@@ -4,7 +4,7 @@
 
 namespace multiring {
 
-StagedCopy::StagedCopy(Exchange& exchange, const OperationCall& call, std::span<const Outgoing> outgoing,
+StagedCopy::StagedCopy(RoundExchange& exchange, const OperationCall& call, std::span<const Outgoing> outgoing,
                        std::size_t longest)
     : exchange_(exchange),
       call_(call),

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <span>
 
-#include "collective/exchange.h"
+#include "collective/agreement/round_exchange.h"
 #include "collective/staged/sections.h"
 #include "topology/chunks.h"
 
@@ -29,7 +29,7 @@ class StagedCopy {
   /// `outgoing`: one piece, or one for each rank; the number is the same on all ranks. `longest`: bytes of
   /// the longest piece of any rank, the same on all; what is not known yet has to be told before the others
   /// read.
-  StagedCopy(Exchange& exchange, const OperationCall& call, std::span<const Outgoing> outgoing,
+  StagedCopy(RoundExchange& exchange, const OperationCall& call, std::span<const Outgoing> outgoing,
              std::size_t longest);
   void set_longest(std::size_t longest);
 
@@ -58,7 +58,7 @@ class StagedCopy {
  private:
   void stage(std::size_t segment);
 
-  Exchange& exchange_;
+  RoundExchange& exchange_;
   const OperationCall& call_;
   std::span<const Outgoing> outgoing_;
   Sections sections_;

@@ -5,7 +5,7 @@
 #include <map>
 
 #include "base/error.h"
-#include "collective/odd_rank.h"
+#include "collective/agreement/odd_rank.h"
 #include "collective/rank_list.h"
 
 namespace multiring {

@@ -56,7 +56,10 @@ std::shared_ptr<NamedQueue> NamedQueue::create(Communicator& parent, const std::
 }
 
 NamedQueue::NamedQueue(std::shared_ptr<Communicator> control, std::shared_ptr<Communicator> data)
-    : control_(std::move(control)), data_(std::move(data)), matcher_(data_->size(), data_->rank()) {
+    : control_(std::move(control)),
+      data_(std::move(data)),
+      first_error_("named queue '" + data_->name() + "'", data_->rank()),
+      matcher_(data_->size(), data_->rank()) {
   control_->share_number(*data_);
 }
 
@@ -67,7 +70,8 @@ NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   prepare(request);
   // A framework has many operations in progress and reports any of those that fail: each that has a `done`
   // is told the first error itself.
-  const ErrorSeen error_seen = request.done ? std::make_shared<std::atomic<bool>>(false) : error_seen_;
+  const ErrorSeen error_seen =
+      request.done ? std::make_shared<std::atomic<bool>>(false) : first_error_.seen();
   // No owning reference: the last one would destroy the queue on its own thread. All submissions have ended
   // when close() returns.
   const auto submission =
@@ -167,7 +171,7 @@ void NamedQueue::await_unmatched(const Operation& operation, const CallOptions& 
     return false;
   };
   while (conflicts()) {
-    throw_if_unusable(error_seen_);
+    throw_if_unusable(first_error_.seen());
     if (control_id_ == std::this_thread::get_id())
       throw_usage(operation,
                   "it shares memory with an operation that is not matched yet, which a callback of "
@@ -201,7 +205,7 @@ void NamedQueue::run_control() {
 
 void NamedQueue::negotiate_until_ended() {
   std::chrono::microseconds pause = kFirstPause;
-  const auto ended = [this] { return closing_.load(std::memory_order_relaxed) || first_error_.has_value(); };
+  const auto ended = [this] { return closing_.load(std::memory_order_relaxed) || first_error_.is_set(); };
   for (;;) {
     {
       std::unique_lock lock(mutex_);
@@ -284,7 +288,7 @@ std::vector<QueuedWork> NamedQueue::take_matched(std::vector<std::shared_ptr<Sub
   const std::vector<Match> matches = matcher_.matched();
   std::vector<QueuedWork> queued;
   const std::lock_guard lock(mutex_);
-  if (first_error_) return queued;  // everything has failed
+  if (first_error_.is_set()) return queued;  // everything has failed
   for (const Match& match : matches) {
     const auto found = unmatched_.find(match.name);
     taken.push_back(std::move(found->second.front()));

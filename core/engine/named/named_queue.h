@@ -14,6 +14,7 @@
 #include "base/export.h"
 #include "base/immovable.h"
 #include "engine/communicator.h"
+#include "engine/first_error.h"
 #include "engine/memory_in_flight.h"
 #include "engine/named/name_matcher.h"
 #include "engine/named/submission.h"
@@ -106,8 +107,8 @@ class MULTIRING_API NamedQueue : Immovable {
 
   const std::shared_ptr<Communicator> control_;
   const std::shared_ptr<Communicator> data_;
-  const ErrorSeen error_seen_ = std::make_shared<std::atomic<bool>>(false);  // of first_error_
-  std::atomic<bool> closing_{false};                                         // written with mutex_ held
+  FirstError first_error_;
+  std::atomic<bool> closing_{false};  // written with mutex_ held
   std::atomic<bool> abandoned_{false};
 
   // The control thread's own.
@@ -118,14 +119,14 @@ class MULTIRING_API NamedQueue : Immovable {
   std::mutex close_mutex_;  // serialises close(); mutex_ is taken while it is held
   bool closed_ = false;     // guarded by close_mutex_
 
-  mutable std::mutex mutex_;  // guards all below; while it is held, no lock is taken but those of submissions
+  mutable std::mutex mutex_;  // guards all below; while it is held, no lock is taken but those of
+                              // submissions and of first_error_
   mutable std::condition_variable changed_;
   std::unordered_map<std::string, std::deque<std::shared_ptr<Submission>>> unmatched_;  // to be matched
   std::deque<std::shared_ptr<Submission>> unannounced_;  // those of them that are not announced yet
   std::deque<std::shared_ptr<Submission>> held_back_;    // those that wait for others to be matched
   std::uint64_t submitted_ = 0;
   MemoryInFlight memory_;  // of unmatched_
-  std::optional<Error> first_error_;
   std::thread control_thread_;
   std::thread::id control_id_;  // copied, because joining resets the thread's
 };

@@ -194,8 +194,7 @@ void NamedQueue::fail(const Error& error) {
   {
     const std::lock_guard lock(mutex_);
     if (closing_.load(std::memory_order_relaxed)) return;  // close() ends what is pending
-    first = !first_error_;
-    if (first) first_error_ = error;
+    first = first_error_.store(error);
     pending = take_unmatched();
   }
   changed_.notify_all();
@@ -209,16 +208,12 @@ void NamedQueue::fail(const Error& error) {
 void NamedQueue::abort(const Error& error) {
   throw_if_abandoned();
   fail(error);
-  error_seen_->store(true, std::memory_order_relaxed);
+  first_error_.note_seen();
 }
 
 bool NamedQueue::is_broken() const {
-  if (abandoned_.load(std::memory_order_acquire)) return true;
-  {
-    const std::lock_guard lock(mutex_);
-    if (first_error_) return true;
-  }
-  return control_->is_broken() || data_->is_broken();
+  return abandoned_.load(std::memory_order_acquire) || first_error_.is_set() || control_->is_broken() ||
+         data_->is_broken();
 }
 
 Error NamedQueue::closed_error() const {
@@ -229,7 +224,7 @@ Error NamedQueue::closed_error() const {
 
 void NamedQueue::throw_if_unusable(const ErrorSeen& error_seen) const {
   if (closing_.load(std::memory_order_relaxed)) throw closed_error();
-  if (first_error_) throw_broken("named queue '" + name() + "'", rank(), *first_error_, error_seen);
+  first_error_.throw_if_set(error_seen);
 }
 
 void NamedQueue::throw_if_abandoned() const {

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "base/text.h"
-#include "collective/exchange.h"
+#include "collective/agreement/odd_rank.h"
+#include "collective/agreement/round_exchange.h"
 #include "collective/kinds.h"
-#include "collective/odd_rank.h"
 #include "collective/rank_list.h"
 
 namespace multiring {
@@ -47,11 +47,30 @@ std::string advice_on_order(const Elsewhere& elsewhere, const std::vector<int>& 
          "ranks must make stands behind `if comm.rank == 0:`";
 }
 
+[[noreturn]] void throw_waited(const RoundExchange& exchange, const OperationCall& call,
+                               const std::string& what, const ErrorContext& context) {
+  throw Error(ErrorKind::kTimeout,
+              exchange.where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + what +
+                  " MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
+              context);
+}
+
 }  // namespace
 
-void Exchange::throw_mismatch(const OperationCall& call) const {
+bool RoundExchange::differ_in_choice_alone(bool or_order) const {
+  const auto key_of = [&](int peer) {
+    MatchKey key = board_.of(peer).key;
+    key.algorithm = 0;
+    if (or_order) key.order = {};
+    return key;
+  };
+  const int odd = board_.find([&](int peer) { return !same_key(key_of(peer), key_of(0)); });
+  return odd < 0 && !agreement_.all_match();
+}
+
+void RoundExchange::throw_mismatch(const OperationCall& call) const {
   std::map<std::string, std::vector<int>> asked;
-  for (int peer = 0; peer < size(); ++peer) asked[describe_request(descriptor(peer))].push_back(peer);
+  for (int peer = 0; peer < size(); ++peer) asked[describe_request(board_.of(peer))].push_back(peer);
   std::string text = "the ranks of communicator '" + communicator_ + "' asked for different operations: ";
   bool first = true;
   for (const auto& [what, ranks] : asked) {
@@ -72,21 +91,21 @@ void Exchange::throw_mismatch(const OperationCall& call) const {
         "loop length that depends on the rank";
   }
   throw_mismatch_of(call, text + ". (raised on " + where(call) + ")",
-                    [this](int a, int b) { return same_request(descriptor(a), descriptor(b)); });
+                    [this](int a, int b) { return same_request(board_.of(a), board_.of(b)); });
 }
 
-void Exchange::throw_mismatch_of(const OperationCall& call, const std::string& text,
-                                 const std::function<bool(int, int)>& alike) const {
+void RoundExchange::throw_mismatch_of(const OperationCall& call, const std::string& text,
+                                      const std::function<bool(int, int)>& alike) const {
   ErrorContext about = context(call, -1);
   note_odd_rank(about, rank(), size(), alike);
   throw Error(ErrorKind::kMismatch, text, about);
 }
 
-void Exchange::throw_mismatch_with(const OperationCall& call, int peer, const std::string& text) const {
+void RoundExchange::throw_mismatch_with(const OperationCall& call, int peer, const std::string& text) const {
   throw Error(ErrorKind::kMismatch, text, context(call, peer));
 }
 
-void Exchange::throw_corrupt(const OperationCall& call, int peer) const {
+void RoundExchange::throw_corrupt(const OperationCall& call, int peer) const {
   throw Error(ErrorKind::kInternal,
               where(call) + ": what " + name_of(peer) + " on " + transport_.host(peer) +
                   " asked for makes no sense. Do all ranks run the same version of multiring? Compare "
@@ -94,7 +113,7 @@ void Exchange::throw_corrupt(const OperationCall& call, int peer) const {
               context(call, peer));
 }
 
-void Exchange::throw_for(const OperationCall& call, const WaitResult& result) const {
+void RoundExchange::throw_for(const OperationCall& call, const WaitResult& result) const {
   switch (result.outcome) {
     case WaitResult::Outcome::kTimeout:
       throw_timeout(call);
@@ -112,39 +131,35 @@ void Exchange::throw_for(const OperationCall& call, const WaitResult& result) co
   throw Error(ErrorKind::kInternal, "a wait failed for no known reason on " + where(call), context(call, -1));
 }
 
-void Exchange::throw_within(const OperationCall& call, const Error& error, const std::string& what) const {
+void RoundExchange::throw_within(const OperationCall& call, const Error& error,
+                                 const std::string& what) const {
   throw Error(error.kind(), where(call) + what + ": " + error.what(), context(call, -1));
 }
 
-void Exchange::throw_usage_of(const OperationCall& call, const std::string& what) const {
+void RoundExchange::throw_usage_of(const OperationCall& call, const std::string& what) const {
   throw Error(ErrorKind::kUsage, where(call) + ": " + what, context(call, -1));
 }
 
-void Exchange::throw_for_peer(const OperationCall& call, const WaitResult& result, int peer) const {
+void RoundExchange::throw_for_peer(const OperationCall& call, const WaitResult& result, int peer) const {
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
-  throw Error(
-      ErrorKind::kTimeout,
-      where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " + name_of(peer) +
-          " (process " + std::to_string(transport_.process_id(peer)) +
-          "), which has not done its part. Does it call the matching send or recv? MULTIRING_TIMEOUT or "
-          "the timeout argument set how long to wait.",
-      context(call, peer));
+  throw_waited(*this, call,
+               " for " + name_of(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
+                   "), which has not done its part. Does it call the matching send or recv?",
+               context(call, peer));
 }
 
-void Exchange::throw_for_any(const OperationCall& call, const WaitResult& result, const AnySource& any,
-                             const std::string& told) const {
+void RoundExchange::throw_for_any(const OperationCall& call, const WaitResult& result, const AnySource& any,
+                                  const std::string& told) const {
   const bool timeout = result.outcome == WaitResult::Outcome::kTimeout;
   if (timeout) throw_if_aborted(call);
   const bool one = any.sources().size() == 1;
   if (one && timeout && told.empty()) throw_for_peer(call, result, any.sources().front());
   const std::string names = names_of(any.sources());
   if (timeout)
-    throw Error(ErrorKind::kTimeout,
-                where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) +
-                    " for a message of " + (one ? "" : "any of ") + names +
-                    (told.empty() ? ", none of which has sent one" : ": " + told) +
-                    ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-                context(call, one ? any.sources().front() : -1));
+    throw_waited(*this, call,
+                 " for a message of " + (one ? names : "any of " + names) +
+                     (told.empty() ? ", none of which has sent one" : ": " + told) + ".",
+                 context(call, one ? any.sources().front() : -1));
   if (result.outcome != WaitResult::Outcome::kPeerLost || one || !any.all_ended()) throw_for(call, result);
   throw_if_aborted(call);
   const std::string cause = cause_of_leaving(call, result.peer);
@@ -155,21 +170,20 @@ void Exchange::throw_for_any(const OperationCall& call, const WaitResult& result
               context(call, result.peer));
 }
 
-void Exchange::throw_in_progress(const OperationCall& call, const WaitResult& result, int peer) const {
+void RoundExchange::throw_in_progress(const OperationCall& call, const WaitResult& result, int peer) const {
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
   const std::string late = peer < 0 ? "other ranks"
                                     : name_of(peer) + " on " + transport_.host(peer) + " (process " +
                                           std::to_string(transport_.process_id(peer)) + ")";
-  throw Error(
-      ErrorKind::kTimeout,
-      where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ", at last for " + late +
-          ". All ranks are in this operation: one of them is stopped, which may be another one that "
-          "this one waits for, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped process "
-          "as T. MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-      context(call, peer));
+  throw_waited(*this, call,
+               ", at last for " + late +
+                   ". All ranks are in this operation: one of them is stopped, which may be another one that "
+                   "this one waits for, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped "
+                   "process as T.",
+               context(call, peer));
 }
 
-std::string Exchange::describe_missing(const Stragglers& absent) const {
+std::string RoundExchange::describe_missing(const Stragglers& absent) const {
   std::string text;
   if (!absent.late.empty())
     text += " for " + missing_list(absent, transport_);
@@ -181,7 +195,7 @@ std::string Exchange::describe_missing(const Stragglers& absent) const {
   return text;
 }
 
-std::string Exchange::describe_wait(const OperationCall& call, double waited) const {
+std::string RoundExchange::describe_wait(const OperationCall& call, double waited) const {
   const Stragglers absent = missing();
   const std::string advice = advice_on_order(elsewhere_, absent.late);
   const bool on_devices = absent.late.empty() && call.descriptor.offered_device >= 0;
@@ -190,14 +204,14 @@ std::string Exchange::describe_wait(const OperationCall& call, double waited) co
          (advice.empty() ? "" : ". " + advice) + kHowToSilence;
 }
 
-void Exchange::throw_timeout(const OperationCall& call) const {
+void RoundExchange::throw_timeout(const OperationCall& call) const {
   const Stragglers absent = missing();
   if (absent.late.empty()) throw_not_forwarded(call, absent);
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
     if (transport_.has_reached(peer, round())) came.push_back(peer);
-  std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
-                     missing_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
+  std::string text =
+      " for " + missing_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
   for (const int peer : absent.late) {
     std::string last = last_operation_text(
         peer, transport_.is_watched(peer) ? ", alive) was last in " : ") was last heard of in ");
@@ -207,22 +221,17 @@ void Exchange::throw_timeout(const OperationCall& call) const {
   const std::string advice = advice_on_order(elsewhere_, absent.late);
   text += advice.empty() ? "" : advice + ". ";
   text += "See where it is with `py-spy dump --pid " +
-          std::to_string(transport_.process_id(absent.late.front())) +
-          "`; MULTIRING_TIMEOUT or the timeout argument set how long to "
-          "wait.";
-  throw Error(ErrorKind::kTimeout, text, context(call, absent.late.front()));
+          std::to_string(transport_.process_id(absent.late.front())) + "`;";
+  throw_waited(*this, call, text, context(call, absent.late.front()));
 }
 
 /// What ranks publish may be forwarded by others, which may stop after they have come themselves.
-void Exchange::throw_not_forwarded(const OperationCall& call, const Stragglers& missing) const {
-  throw Error(ErrorKind::kTimeout,
-              where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ": " +
-                  not_forwarded_text(missing.forwarding, transport_) +
-                  ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-              context(call, missing.forwarding.empty() ? -1 : missing.forwarding.front()));
+void RoundExchange::throw_not_forwarded(const OperationCall& call, const Stragglers& missing) const {
+  throw_waited(*this, call, ": " + not_forwarded_text(missing.forwarding, transport_) + ".",
+               context(call, missing.forwarding.empty() ? -1 : missing.forwarding.front()));
 }
 
-void Exchange::throw_lost(const OperationCall& call, const WaitResult& result) const {
+void RoundExchange::throw_lost(const OperationCall& call, const WaitResult& result) const {
   const int peer = result.peer;
   std::string died = result.peer_gone ? "nothing answers at its address: it has exited or died"
                                       : "its process has died (killed, crashed or out of memory)";
@@ -241,7 +250,7 @@ void Exchange::throw_lost(const OperationCall& call, const WaitResult& result) c
 }
 
 // It may have left because of an error elsewhere, which may arrive after its goodbye.
-std::string Exchange::cause_of_leaving(const OperationCall& call, int peer) const {
+std::string RoundExchange::cause_of_leaving(const OperationCall& call, int peer) const {
   for (int times = 0; times < kCauseChecks; ++times) {
     if (const std::string cause = elsewhere_.was_ended(peer); !cause.empty()) return cause;
     std::this_thread::sleep_for(kBetweenCauseChecks);
@@ -250,12 +259,12 @@ std::string Exchange::cause_of_leaving(const OperationCall& call, int peer) cons
   return "";
 }
 
-void Exchange::throw_if_aborted(const OperationCall& call) const {
+void RoundExchange::throw_if_aborted(const OperationCall& call) const {
   AbortRecord record;
   if (transport_.aborted(&record)) throw_aborted(call, record);
 }
 
-void Exchange::throw_aborted(const OperationCall& call, const AbortRecord& record) const {
+void RoundExchange::throw_aborted(const OperationCall& call, const AbortRecord& record) const {
   const bool own = record.origin == rank();
   throw Error(record.kind,
               (own ? std::string() : name_of(record.origin) + " stopped all ranks: ") + record.message +
@@ -266,7 +275,7 @@ void Exchange::throw_aborted(const OperationCall& call, const AbortRecord& recor
 // All ranks are told the same peer, whether this rank has seen itself what is wrong or another rank's error
 // came first. The record names an operation where this rank's call is not the one that is meant
 // (Communicator::abort_with).
-ErrorContext Exchange::context_of_abort(const OperationCall& call, const AbortRecord& record) const {
+ErrorContext RoundExchange::context_of_abort(const OperationCall& call, const AbortRecord& record) const {
   const bool own = record.origin == rank();
   const ErrorContext& about = record.about;
   ErrorContext result = context(call, own ? -1 : record.origin);
@@ -285,7 +294,7 @@ ErrorContext Exchange::context_of_abort(const OperationCall& call, const AbortRe
   return result;
 }
 
-std::string Exchange::last_operation_text(int rank, const std::string& status) const {
+std::string RoundExchange::last_operation_text(int rank, const std::string& status) const {
   std::string text = name_of(rank) + " (process " + std::to_string(transport_.process_id(rank)) + status +
                      last_operation(rank);
   const std::string other = elsewhere_.waits(rank);
@@ -293,14 +302,16 @@ std::string Exchange::last_operation_text(int rank, const std::string& status) c
   return text;
 }
 
-std::string Exchange::names_of(const std::vector<int>& ranks) const { return rank_list(ranks, transport_); }
+std::string RoundExchange::names_of(const std::vector<int>& ranks) const {
+  return rank_list(ranks, transport_);
+}
 
-std::string Exchange::name_of(int rank) const {
+std::string RoundExchange::name_of(int rank) const {
   if (rank < 0 || rank >= size()) return "rank " + std::to_string(rank);
   return names_of({rank});
 }
 
-std::string Exchange::where(const OperationCall& call) const {
+std::string RoundExchange::where(const OperationCall& call) const {
   const std::string bytes = takes_any_array(call.descriptor)
                                 ? std::string()
                                 : " (" + std::to_string(call.descriptor.bytes) + " bytes)";
@@ -308,7 +319,7 @@ std::string Exchange::where(const OperationCall& call) const {
          " of communicator '" + communicator_ + "'";
 }
 
-std::string Exchange::last_operation(int peer) const {
+std::string RoundExchange::last_operation(int peer) const {
   // A slow peer writes the other of its two headers next, and this one only after that round: then what was
   // read may be a mix.
   for (;;) {
@@ -320,7 +331,7 @@ std::string Exchange::last_operation(int peer) const {
   }
 }
 
-ErrorContext Exchange::context(const OperationCall& call, int peer) const {
+ErrorContext RoundExchange::context(const OperationCall& call, int peer) const {
   ErrorContext context;
   context.rank = rank();
   context.peer = peer;
