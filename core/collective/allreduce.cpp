@@ -1,15 +1,49 @@
-// The algorithm depends on the size and on where ranks and buffers are, which all ranks read in each other's
-// descriptors, so all choose the same, by the table of algorithms (collective/plan/). Unless any order is
-// allowed, the bits of the result do not depend on it: every algorithm adds in the canonical order
-// (base/arithmetic/reduction.h), and rounds the same sums with a half-precision comm_dtype.
+// One allreduce, from what each rank has to the sum of all, told once: the other files of collective/ tell
+// their own part and point here.
 //
-//   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
-//            outputs, between two synchronisations; no byte is copied.
-//   staged   through staging memory: collective/staged/staged_allreduce.h; so are rounds.
-//   nccl     in any order, where all arrays lie on devices, of one host or as MULTIRING_NCCL wants:
-//            device/nccl_groups.h, and across hosts device/nccl_hierarchy.h.
-//   peers    within a host in the canonical order, by kernels of our own: device/peer_run.h.
-//   planned  across hosts, by messages: collective/cluster/plan_run.h.
+// The nouns, for N ranks:
+//   operation   what one call asks for: `count` elements of a dtype at `input`, whose reduction over all
+//               ranks goes to `output`. They lie in one piece, or in many, as a list of gradients does
+//               (sums/piece_list.h).
+//   descriptor  the operation in fewer than 500 bytes and without addresses: kind, dtype, count, reduction,
+//               algorithm, and where in symmetric memory its buffers lie.
+//   round       a step that all ranks take together (agreement/round_exchange.h). A rank publishes a
+//               descriptor, writes its staging memory, arrives, and waits until all have arrived. What it
+//               reads of the peers then stays as it is until it arrives at the next round; so each rank has
+//               two staging memories, which it uses in turn, and a round costs one synchronisation.
+//   segment     as many bytes as pass through staging memory at once. S segments are the bytes of the
+//               operation divided by those of staging memory, rounded up.
+//   slice       the part of a segment that one rank adds. The N slices of a segment are cut at cache lines,
+//               so that two ranks never write to one line; they differ by one line at most, and the last may
+//               be empty.
+//   plan        how elements cross hosts, as messages between ranks (topology/plan.h).
+//
+// What happens:
+//   1. Every rank looks the algorithm up in the table (plan/algorithm_table.h), by bytes, order of additions,
+//      ranks and hosts. All know the same of these and have agreed on the costs, so all choose the same.
+//   2. The first round compares the descriptors, and with them the choice. Ranks stage their first segment in
+//      the same round, before they know whether they match: what is small needs no other.
+//   3. One of these runs:
+//        rounds   Every rank stages everything and adds everything: S rounds, the first of which is that of
+//                 step 2, and N inputs read by each rank. This is for what is small, and for ranks without
+//                 common memory.
+//        direct   All buffers lie in symmetric memory. Rank i adds slice i of all N inputs and writes the sum
+//                 to all N outputs, without a copy. Two rounds: after that of step 2 inputs may be read,
+//                 after the other outputs are whole.
+//        staged   Rank i adds slice i of each segment in the staging memories of all
+//                 (staged/staged_allreduce.h). A segment is staged in round k, added in round k + 1, and its
+//                 sums are taken in round k + 2, in which the segment after the next is staged in their
+//                 place. So S + 1 rounds, the first of which is that of step 2; the last sums are taken
+//                 behind the last round.
+//        planned  Across hosts: the ranks of a host add one share each of what their host has, the shares
+//                 cross as the plan says, and the sums come back (cluster/plan_run.h). Segments overlap.
+//        nccl     In any order, where all arrays lie on devices and all ranks agree to reduce there:
+//                 device/nccl_groups.h, and across hosts device/nccl_hierarchy.h.
+//        peers    The same in the canonical order within a host, by kernels of our own: device/peer_run.h.
+//
+// Which bits come out: unless any order is allowed, every algorithm adds in the canonical order
+// (base/arithmetic/reduction.h), and rounds the same sums with a half-precision comm_dtype. So they depend on
+// the inputs and on N, and not on sizes, places or the algorithm.
 
 #include <algorithm>
 

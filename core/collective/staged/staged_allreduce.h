@@ -14,24 +14,19 @@
 
 namespace multiring {
 
-/// Allreduce of memory that the peers cannot see, through staging memory that they can.
-///
-/// A segment is as many bytes as staging memory holds. Rank i *owns* slice i of each segment: it adds that
-/// slice of all ranks and hands the sum back. In round k of an operation every rank
+/// Allreduce of memory that the peers cannot see, through staging memory that they can: the algorithms
+/// "staged" and "rounds" (collective/allreduce.cpp, which defines the words). In round k every rank
 ///
 ///   1. takes the sums of segment k - 2 out of its own staging memory,
-///   2. stages segment k there, except the slice that it owns,
+///   2. stages segment k there, except the slice that it adds,
 ///   3. adds its slice of segment k - 1, reading the peers' parts in their staging memory and writing the sum
 ///      back to each,
 ///
-/// and all synchronise: one synchronisation a segment, and one more. Every cache line of staging memory is
-/// read and then written by two ranks in turn: writing a line that another core has only read costs several
-/// times as much as writing one that it owns (docs/performance.md).
+/// and all synchronise. Every cache line of staging memory is read and then written by two ranks in turn:
+/// writing a line that another core has only read costs several times as much as writing one that it owns
+/// (docs/performance.md).
 ///
-/// Rounds take one synchronisation a segment instead: every rank stages and adds everything. That is for
-/// small arrays, and for ranks that do not share memory; they round what a plan would have rounded.
-///
-/// The elements may lie in many pieces: those of one array, or several arrays.
+/// In "rounds" every rank adds everything, and rounds what a plan would have rounded.
 class StagedAllreduce : Immovable {
  public:
   /// `operations`: one, or several of the same reduction. `whole`: in rounds, in which every rank adds
