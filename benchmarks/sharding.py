@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multiring import Communicator
+from multiring._core import own_addresses
 from multiring.benchmarks.measure import Ratio, Sample, durations
 from multiring.benchmarks.plot import Bars, Panel
 from multiring.benchmarks.progress import rounds
@@ -179,12 +180,13 @@ class _Worker:
 @contextmanager
 def _worker(comm: Communicator, kind: str) -> Iterator[_Worker]:
     """Start a process on each rank; they find each other where rank 0 is. Collective."""
-    port = None
+    host = "127.0.0.1" if comm.cross_size == 1 else own_addresses([])[0]
+    place = None
     if comm.rank == 0:
         with socket.socket() as probe:
             probe.bind(("", 0))
-            port = probe.getsockname()[1]
-    address = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{comm.broadcast_object(port)}"
+            place = f"{host}:{probe.getsockname()[1]}"
+    address = comm.broadcast_object(place)
     # What has started this rank says nothing to the process.
     environ = {
         name: value
@@ -193,7 +195,7 @@ def _worker(comm: Communicator, kind: str) -> Iterator[_Worker]:
     }
     command = [sys.executable, "-m", "multiring.benchmarks.sharding_worker", kind, address]
     with subprocess.Popen(
-        [*command, str(comm.size), str(comm.rank)],
+        [*command, str(comm.size), str(comm.rank), host],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

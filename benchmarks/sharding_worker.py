@@ -1,5 +1,5 @@
 """A process of JAX that `multiring bench sharding` measures: python -m multiring.benchmarks.sharding_worker
-COLLECTIVES ADDRESS SIZE RANK.
+COLLECTIVES ADDRESS SIZE RANK HOST.
 
 Each line of its input names a step, "psum 65536 4": an operation, the bytes of each rank's input, and how
 often. The answer is a line of JSON: when each of them began and ended, in nanoseconds of the host's clock.
@@ -35,6 +35,15 @@ def main(address: str, size: int, rank: int) -> None:
         where = [jax.local_devices()[0]] if name.endswith("/alone") else devices
         step = _step(name.removesuffix("/alone"), int(count), tuple(where))
         print(json.dumps([step() for _ in range(int(times))]), flush=True)
+
+
+def _reach_gloo_at(host: str) -> None:
+    """Let Gloo listen at the address of this host: the name by which JAX has it look that up is not known on
+    emulated ones."""
+    from jax._src import xla_bridge
+
+    make = xla_bridge._jax.make_gloo_tcp_collectives
+    xla_bridge._jax.make_gloo_tcp_collectives = functools.partial(make, hostname=host)
 
 
 @functools.cache
@@ -137,4 +146,5 @@ if __name__ == "__main__":
         import multiring.jax_collectives  # noqa: F401
     else:
         os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = sys.argv[1]
+        _reach_gloo_at(sys.argv[5])
     main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
