@@ -1,7 +1,6 @@
 #include "engine/operation_runner.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "base/text.h"
 #include "collective/device/device_arrays.h"
