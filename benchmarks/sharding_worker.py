@@ -8,6 +8,7 @@ often. The answer is a line of JSON: when each of them began and ended, in nanos
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import sys
@@ -40,10 +41,8 @@ def main(address: str, size: int, rank: int) -> None:
 def _reach_gloo_at(host: str) -> None:
     """Let Gloo listen at the address of this host: the name by which JAX has it look that up is not known on
     emulated ones."""
-    from jax._src import xla_bridge
-
-    make = xla_bridge._jax.make_gloo_tcp_collectives
-    xla_bridge._jax.make_gloo_tcp_collectives = functools.partial(make, hostname=host)
+    made_by: Any = importlib.import_module("jax._src.xla_bridge")._jax
+    made_by.make_gloo_tcp_collectives = functools.partial(made_by.make_gloo_tcp_collectives, hostname=host)
 
 
 @functools.cache
